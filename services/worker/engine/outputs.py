@@ -1,0 +1,137 @@
+"""The values that cross between scheduler, runner and shell: decisions and results, free of tensors.
+
+Owns nothing, decides nothing. The scheduler makes `SchedulerOutput`, the runner answers `ModelRunnerOutput`,
+the engine hands `EngineOutput` to the shell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.engine.request import FinishReason, RequestKey, SamplingParams
+
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewRequest:
+    """First sight of a choice, or its return after preemption: the runner builds sampling state from it.
+
+    `prompt_token_ids` is the client's prompt; `output_token_ids` is what was already sampled (resume, preemption).
+    """
+
+    key: RequestKey
+    prompt_token_ids: TokenArray
+    output_token_ids: TokenArray
+    sampling: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One row of a step.
+
+    `token_ids` (num_scheduled,) are computed at positions `start … start + len - 1`; their keys and values go to
+    `block_table[position // block_size]` at `position % block_size`. The last `draft_count` of them are proposed,
+    not yet accepted. `samples` is true when the row's last position is the newest known token, so the row yields
+    1 … draft_count + 1 sampled tokens; a middle chunk of a prefill yields none.
+    """
+
+    key: RequestKey
+    start: int
+    token_ids: TokenArray
+    block_table: tuple[int, ...]
+    samples: bool
+    draft_count: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's decision.
+
+    `block_copies` (source, destination) are done before anything is computed (copy-on-write).
+    `released` are keys whose sampling state the runner may drop, done before `new_requests` are added.
+    """
+
+    step: int
+    new_requests: tuple[NewRequest, ...]
+    scheduled: tuple[ScheduledRequest, ...]
+    released: tuple[RequestKey, ...] = ()
+    block_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.scheduled)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprob (nats, from unscaled logits) of one token and its most likely alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What a step gave one row, in the order of `SchedulerOutput.scheduled`.
+
+    `token_ids` is empty when the row did not sample. `logprobs` is empty or as long as `token_ids`.
+    `error` set: this row alone failed; its choice ends with FinishReason.ERROR, the batch goes on.
+    `grammar_ended` true: the grammar allows nothing more; the choice ends with STOP after these tokens.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    grammar_ended: bool = False
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    rows: tuple[SampledRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """What one step tells the shell about one choice.
+
+    `first_index` is the index of `token_ids[0]` among the choice's output tokens, counted from the first token of
+    the first attempt. `started` is true on the first output of the choice in this attempt, when prefill began.
+    """
+
+    key: RequestKey
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    started: bool = False
+    cached_token_count: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts after one step. Counters (`*_total`) grow for the life of the engine; the rest are gauges."""
+
+    step: int
+    running_count: int
+    waiting_count: int
+    free_block_count: int
+    cached_block_count: int
+    held_block_count: int
+    total_block_count: int
+    free_slot_count: int
+    backlog_token_count: int
+    scheduled_token_count: int
+    preemption_total: int
+    prefix_query_token_total: int
+    prefix_hit_token_total: int
+    prefill_token_total: int
+    decode_token_total: int
