@@ -1,0 +1,133 @@
+"""The seam inside the gateway: the front (HTTP, gRPC, text) asks for a generation, the back (admission, Attach) runs it.
+
+Owns only values and protocols. The front never touches Redis or workers; the back never sees text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.admission_types import KeyRecord, Pool
+from services.gateway.chat_template import ChatTemplate
+from services.gateway.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One version of a model that some worker serves now."""
+
+    pool: Pool
+    card: worker_service_pb2.ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request past the one validator: complete, inside every limit, tokenised.
+
+    `prompt_token_ids` are unsigned 32-bit; `timeout_s` is the time until the deadline, from now.
+    """
+
+    model: ServedModel
+    prompt_token_ids: array[int]
+    sampling: common_pb2.SamplingParams
+    stop: tuple[str, ...]
+    priority_class: common_pb2.PriorityClass
+    resume_policy: common_pb2.ResumePolicy
+    timeout_s: float
+    user: str = ""
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    echo: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of one choice, in order, without gaps; `finish_reason` on the last event of the choice.
+
+    `first_index` is the index of token_ids[0] in the choice. `prompt_logprobs` comes once, on an event of choice 0.
+    """
+
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[common_pb2.PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[common_pb2.PositionLogprobs, ...] = ()
+    finish_reason: common_pb2.FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class Generation(Protocol):
+    """One running request. Exactly one `finish` ends it; leaving it unfinished is a defect."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def queue_position(self) -> int:
+        """Position at admission, 0 = next."""
+        ...
+
+    @property
+    def cached_token_count(self) -> int:
+        """Prompt tokens that came from the prefix cache; known once prefill started."""
+        ...
+
+    def events(self) -> AsyncIterator[TokenEvent]:
+        """Token events of all choices until each has finished.
+
+        Raises MillraceError when the request failed (DeadlineExceeded, WorkerLost, EngineError, Cancelled by id …).
+        """
+        ...
+
+    def stop_choice(self, choice: int, token_count: int) -> None:
+        """The front ended a choice (stop string) after its first `token_count` tokens; the worker stops it."""
+        ...
+
+    def mark_delivered(self, choice: int, token_count: int) -> None:
+        """The first `token_count` tokens of a choice were handed to the client's transport."""
+        ...
+
+    async def finish(
+        self, state: common_pb2.TerminalState, finish_reason: common_pb2.FinishReason, error_reason: str = ""
+    ) -> common_pb2.TokenUsage:
+        """End the request: cancel what still runs, outbox → finish → settle. Returns the billed usage. Idempotent."""
+        ...
+
+
+class Generator(Protocol):
+    """Starts generations."""
+
+    async def start(self, key: KeyRecord, request: ValidRequest) -> Generation:
+        """Reserve and enqueue. Raises a MillraceError of limits, queue or store; nothing is then left behind."""
+        ...
+
+    async def cancel(self, key: KeyRecord, request_id: str) -> bool:
+        """Cancel a request of the key's tenant, wherever it runs; False when it had ended. Raises NotFound."""
+        ...
+
+
+class ModelDirectory(Protocol):
+    """What is served now."""
+
+    def models(self) -> list[ServedModel]:
+        """Every served version, the default version of each model first."""
+        ...
+
+    def resolve(self, name: str) -> ServedModel:
+        """`model` or `model@version`. Raises ModelNotFound; NoWorker when nothing at all is served yet."""
+        ...
+
+
+class KeyRing(Protocol):
+    """Who calls."""
+
+    async def authenticate(self, authorization: str | None) -> KeyRecord:
+        """The key behind `Bearer <secret>`. Raises Unauthenticated, or StoreUnavailable when it cannot be known."""
+        ...
