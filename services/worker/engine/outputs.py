@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-import numpy.typing as npt
+from services.worker.engine.request import FinishReason, RequestKey, SamplingParams, TokenArray
 
-from services.worker.engine.request import FinishReason, RequestKey, SamplingParams
-
-TokenArray = npt.NDArray[np.int32]
+__all__ = [
+    "EngineOutput",
+    "EngineStats",
+    "KVEvents",
+    "ModelRunnerOutput",
+    "NewRequest",
+    "SampledRow",
+    "ScheduledRequest",
+    "SchedulerOutput",
+    "TokenArray",
+    "TokenLogprobs",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class SampledRow:
     """What a step gave one row, in the order of `SchedulerOutput.scheduled`.
 
     `token_ids` is empty when the row did not sample. `logprobs` is empty or as long as `token_ids`.
+    `prompt_logprobs` entry j is of the prompt token at position start + 1 + j, as predicted at start + j, for every
+    such token of the prompt that this row's chunk predicts; the prompt's first token has none.
     `error` set: this row alone failed; its choice ends with FinishReason.ERROR, the batch goes on.
     `grammar_ended` true: the grammar allows nothing more; the choice ends with STOP after these tokens.
     """
@@ -118,7 +128,11 @@ class EngineOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counts after one step. Counters (`*_total`) grow for the life of the engine; the rest are gauges."""
+    """Counts after one step. Counters (`*_total`) grow for the life of the engine; the rest are gauges.
+
+    Blocks: free (nothing in them) + cached (hittable, taken when needed) + held = total; room is free + cached.
+    `steps_without_progress`, `seconds_without_progress`: since something last advanced, 0 without work.
+    """
 
     step: int
     running_count: int
@@ -135,3 +149,20 @@ class EngineStats:
     prefix_hit_token_total: int
     prefill_token_total: int
     decode_token_total: int
+    draft_token_total: int = 0
+    accepted_draft_token_total: int = 0
+    block_copy_total: int = 0
+    steps_without_progress: int = 0
+    seconds_without_progress: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVEvents:
+    """Block hashes that became hittable or stopped being so since the last call, in order of happening within each.
+
+    `snapshot` true: events were dropped or this is the first call; `stored` is then all that is hittable now.
+    """
+
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    snapshot: bool = False

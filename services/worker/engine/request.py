@@ -9,6 +9,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+
 
 class PriorityClass(enum.IntEnum):
     """Order of classes inside the batch; the lower value goes first."""
@@ -86,3 +91,44 @@ class RequestKey:
     request_id: str
     choice: int
     epoch: int
+
+
+def no_tokens() -> TokenArray:
+    """An empty token array."""
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One choice to run. `output_token_ids` is what an earlier attempt already produced and the gateway received."""
+
+    index: int
+    output_token_ids: TokenArray = dataclasses.field(default_factory=no_tokens)
+
+
+def fresh_choices(count: int) -> tuple[Choice, ...]:
+    """Choices 0 … count - 1 that have produced nothing yet."""
+    return tuple(Choice(index) for index in range(count))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One client request as the engine takes it: validated at the edge, complete, immutable.
+
+    `choices` are the ones still to run (a resume leaves out what is finished). `cache_salt` is the server-made tenant
+    salt: an empty one turns the prefix cache off for the request. `adapter_digest` names the adapter by content,
+    empty for the base model. `deadline` is on the clock that `Engine.step` is given, in seconds; None never expires.
+    `weight` is the tenant's share against other tenants, above 0.
+    """
+
+    request_id: str
+    epoch: int
+    prompt_token_ids: TokenArray
+    sampling: SamplingParams
+    choices: tuple[Choice, ...] = (Choice(0),)
+    tenant: str = ""
+    weight: float = 1.0
+    priority_class: PriorityClass = PriorityClass.INTERACTIVE
+    cache_salt: bytes = b""
+    adapter_digest: bytes = b""
+    deadline: float | None = None
