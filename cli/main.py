@@ -1,0 +1,30 @@
+"""Entry point of the `millrace` command."""
+
+from __future__ import annotations
+
+import typer
+
+from cli import chat, down, key, status, tenant, up, usage
+
+app = typer.Typer(
+    name="millrace",
+    help="Multi-tenant LLM serving: bounded work in, tokens out, one bill.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(up.up)
+app.command()(down.down)
+app.command()(status.status)
+app.command()(chat.chat)
+app.add_typer(usage.app, name="usage", help="Read the ledger.")
+app.add_typer(key.app, name="key", help="Create, list and revoke API keys.")
+app.add_typer(tenant.app, name="tenant", help="Create and list tenants.")
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

