@@ -66,7 +66,11 @@ def test_the_gateway_router_and_usage_import_no_torch() -> None:
     )
     python = ROOT / ".venv" / "bin" / "python"
     result = subprocess.run(
-        [str(python) if python.exists() else "python3", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [str(python) if python.exists() else "python3", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     assert result.stdout.strip() == "[]"

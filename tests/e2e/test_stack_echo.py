@@ -1,0 +1,129 @@
+"""The whole stack over the echo engine: exact tokens, kills, and Redis going away."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.stack import Stack
+from tests.helpers.transcripts import Transcript, stream_completion
+
+pytestmark = pytest.mark.timeout(180)
+
+VOCAB = 32_000
+STREAMS = 32
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    running = Stack(tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "20"})
+    try:
+        yield running.wait_ready()
+        assert running.stop() == 0
+    finally:
+        if running.process.poll() is None:
+            running.kill_all()
+
+
+async def run_streams(stack: Stack, count: int, max_tokens: int) -> list[Transcript]:
+    body = {"model": "echo", "prompt": "one two three", "max_tokens": max_tokens, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=60) as client:
+        return await asyncio.gather(*(stream_completion(client, body) for _ in range(count)))
+
+
+def assert_billed_as_seen(stack: Stack, seen: list[Transcript]) -> None:
+    rows = {row["request_id"]: row for row in stack.wait_ledger(len(seen))}
+    assert len(stack.ledger()) == len(rows) == len(seen)
+    for transcript in seen:
+        row = rows[transcript.request_id]
+        if transcript.ending == "completed":
+            assert transcript.usage is not None
+            assert row["terminal_state"] == "completed"
+            assert row["billed_completion_tokens"] == len(transcript.token_ids) == transcript.usage["completion_tokens"]
+            assert row["billed_prompt_tokens"] == transcript.usage["prompt_tokens"]
+        else:
+            assert row["billed_completion_tokens"] == len(transcript.token_ids)
+
+
+def test_32_concurrent_streams_on_two_workers_complete_and_are_billed_to_the_token(stack: Stack) -> None:
+    seen = asyncio.run(run_streams(stack, STREAMS, 40))
+
+    assert [t.ending for t in seen] == ["completed"] * STREAMS
+    assert all(t.is_echo_prefix(VOCAB) and len(t.token_ids) == 40 for t in seen)
+    assert len({t.request_id for t in seen}) == STREAMS
+    assert_billed_as_seen(stack, seen)
+
+
+def test_killing_the_router_and_a_worker_leaves_no_silent_stream_and_no_double_bill(stack: Stack) -> None:
+    async def scenario() -> list[Transcript]:
+        streams = asyncio.create_task(run_streams(stack, STREAMS, 150))
+        await asyncio.sleep(1.0)
+        stack.signal("router", signal.SIGKILL)
+        stack.signal("worker-1", signal.SIGKILL)
+        return await streams
+
+    seen = asyncio.run(scenario())
+
+    assert {t.ending for t in seen} <= {"completed", "error"}, [t for t in seen if t.ending == "unclassified"]
+    assert all(t.is_echo_prefix(VOCAB) for t in seen)
+    assert sum(t.ending == "completed" for t in seen) >= STREAMS // 2
+    assert_billed_as_seen(stack, seen)
+
+
+def test_streams_run_on_while_redis_is_away_and_new_work_gets_503(stack: Stack) -> None:
+    async def scenario() -> tuple[list[Transcript], httpx.Response]:
+        streams = asyncio.create_task(run_streams(stack, 4, 150))
+        await asyncio.sleep(1.0)
+        stack.signal("redis", signal.SIGSTOP)
+        async with httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=20) as client:
+            body = {"model": "echo", "prompt": "late", "max_tokens": 2}
+            refused = await client.post("/v1/completions", json=body)
+        seen = await streams
+        stack.signal("redis", signal.SIGCONT)
+        return seen, refused
+
+    seen, refused = asyncio.run(scenario())
+
+    assert [t.ending for t in seen] == ["completed"] * 4
+    assert refused.status_code == httpx.codes.SERVICE_UNAVAILABLE
+    assert int(refused.headers["retry-after"]) >= 1
+    assert_billed_as_seen(stack, seen)
+
+
+def test_accepted_work_survives_the_death_of_redis(stack: Stack) -> None:
+    async def scenario() -> list[Transcript]:
+        streams = asyncio.create_task(run_streams(stack, 8, 100))
+        await asyncio.sleep(0.8)
+        stack.signal("redis", signal.SIGKILL)
+        return await streams
+
+    seen = asyncio.run(scenario())
+
+    assert all(t.ending in ("completed", "error") for t in seen)
+    assert all(t.is_echo_prefix(VOCAB) for t in seen)
+    assert_billed_as_seen(stack, seen)
+    assert asyncio.run(run_streams(stack, 2, 5))[0].ending == "completed"
+
+
+def test_a_client_that_goes_away_is_billed_for_what_it_got_and_stops_the_work(stack: Stack) -> None:
+    async def cut() -> tuple[str, int]:
+        body = {"model": "echo", "prompt": "cut me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        received = 0
+        async with httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=20) as client:
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    received += line.count('"text":"t')
+                    if received >= 5:
+                        return response.headers["x-request-id"], received
+        return "", 0
+
+    request_id, received = asyncio.run(cut())
+
+    rows = {row["request_id"]: row for row in stack.wait_ledger(1)}
+    assert rows[request_id]["terminal_state"] == "cancelled"
+    assert received <= rows[request_id]["billed_completion_tokens"] < 200
