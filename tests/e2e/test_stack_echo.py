@@ -114,12 +114,14 @@ def test_a_client_that_goes_away_is_billed_for_what_it_got_and_stops_the_work(st
     async def cut() -> tuple[str, int]:
         body = {"model": "echo", "prompt": "cut me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         received = 0
-        async with httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=20) as client:
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    received += line.count('"text":"t')
-                    if received >= 5:
-                        return response.headers["x-request-id"], received
+        async with (
+            httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=20) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            async for line in response.aiter_lines():
+                received += line.count('"text":"t')
+                if received >= 5:
+                    return response.headers["x-request-id"], received
         return "", 0
 
     request_id, received = asyncio.run(cut())
