@@ -1,0 +1,243 @@
+"""Runs the engine on a thread of its own; the event loop talks to it by values.
+
+Commands go in through an inbox; reports come out by one wake-up of the event loop, however many steps they cover.
+The heartbeat stops when the engine stops. The engine never waits for anything out here. Built by wiring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import numpy as np
+import structlog
+
+from services.common.clock import Clock
+from services.worker.engine.engine_config import EngineError, NeverFitsError
+from services.worker.engine.outputs import EngineOutput, EngineStats
+from services.worker.engine.request import EngineRequest, SamplingParams
+from services.worker.requests import Abort
+
+IDLE_TICK_S = 0.5
+STALE_FLOOR_S = 5.0
+STALE_STEPS = 10.0
+_MEAN_WEIGHT = 0.05
+_CANARY = "canary"
+
+
+class SteppedEngine(Protocol):
+    """The part of `engine.Engine` that the loop uses."""
+
+    def add_request(self, request: EngineRequest, *, now: float) -> None: ...
+    def abort(self, request_id: str, *, epoch: int | None = None, choice: int | None = None) -> int: ...
+    def step(self, now: float) -> list[EngineOutput]: ...
+    def fail_all(self, error: str) -> list[EngineOutput]: ...
+    def has_work(self) -> bool: ...
+    def stats(self, now: float) -> EngineStats: ...
+    def check_invariants(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rejection:
+    """The engine refused a request after it was handed over. `reason` is of the error table."""
+
+    request_id: str
+    epoch: int
+    reason: str
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoopReport:
+    """What happened since the last report. `failed` true: the engine as a whole broke and will not run again."""
+
+    outputs: list[EngineOutput]
+    rejections: list[Rejection]
+    stats: EngineStats | None
+    step_seconds: list[float]
+    failed: bool
+
+
+class EngineLoop:
+    """Owner of the engine's thread. All methods are for the event loop's thread and return at once."""
+
+    def __init__(self, engine: SteppedEngine, *, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._condition = threading.Condition()
+        self._inbox: list[EngineRequest | Abort] = []
+        self._stopping = False
+        self._failed = False
+        self._busy = False
+        self._beat_at = clock.monotonic()
+        self._mean_step_s = 0.0
+        self._pending = LoopReport([], [], None, [], False)
+        self._wake_up_sent = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_report: Callable[[LoopReport], None] = lambda report: None
+        self._canaries: dict[int, asyncio.Future[None]] = {}
+
+    def start(self, on_report: Callable[[LoopReport], None]) -> None:
+        """Start the thread; reports arrive on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._on_report = on_report
+        self._beat_at = self._clock.monotonic()
+        self._thread.start()
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request; a refusal of the engine comes back as a Rejection."""
+        self._put([request])
+
+    def abort(self, aborts: Iterable[Abort]) -> None:
+        """Stop choices; each ends as CANCELLED in a later report."""
+        self._put(list(aborts))
+
+    async def stop(self) -> bool:
+        """End the thread after the step in hand; False when it did not end within 5 s (a frozen engine)."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 5.0)
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """The engine broke as a whole; it runs nothing again."""
+        return self._failed
+
+    def beat_age(self) -> float:
+        """Seconds since the last step or idle tick."""
+        return self._clock.monotonic() - self._beat_at
+
+    def progress_age(self) -> float | None:
+        """Seconds since the last step while there is work; None when idle."""
+        return self.beat_age() if self._busy else None
+
+    def healthy(self) -> bool:
+        """False when the engine broke, its thread died, or a step takes > max(5 s, 10 × the mean step)."""
+        if self._failed or (self._thread.ident is not None and not self._thread.is_alive() and not self._stopping):
+            return False
+        return self.beat_age() <= max(STALE_FLOOR_S, STALE_STEPS * self._mean_step_s)
+
+    async def canary(self, token_id: int, timeout_s: float) -> None:
+        """Have the engine generate one token. Raises TimeoutError or RuntimeError when it does not."""
+        number = len(self._canaries) + 1
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._canaries[number] = future
+        prompt = np.array([token_id], dtype=np.int32)
+        sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
+        self.submit(EngineRequest(_CANARY, number, prompt, sampling))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await future
+        finally:
+            self.abort([Abort(_CANARY, number)])
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the engine's accounting is off. Only after `stop`."""
+        self._engine.check_invariants()
+
+    # --- the engine's thread -------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        engine = self._engine
+        try:
+            while True:
+                commands = self._wait()
+                if commands is None:
+                    return
+                now = self._clock.monotonic()
+                rejections = [r for command in commands if (r := self._obey(command, now)) is not None]
+                outputs: list[EngineOutput] = []
+                taken: list[float] = []
+                if engine.has_work():
+                    outputs = engine.step(now)
+                    taken = [self._clock.monotonic() - now]
+                    self._note_step(taken[0])
+                self._beat_at = self._clock.monotonic()
+                if commands or outputs or taken:
+                    self._report(LoopReport(outputs, rejections, engine.stats(self._beat_at), taken, False))
+        except Exception as error:
+            structlog.get_logger().error("engine_failed", error=type(error).__name__, exc_info=error)
+            self._failed = True
+            with contextlib.suppress(Exception):
+                engine.fail_all("the engine failed")
+            self._report(LoopReport([], [], None, [], True))
+
+    def _wait(self) -> list[EngineRequest | Abort] | None:
+        with self._condition:
+            while not self._inbox and not self._stopping and not self._engine.has_work():
+                self._busy = False
+                self._beat_at = self._clock.monotonic()
+                self._condition.wait(IDLE_TICK_S)
+            if self._stopping:
+                return None
+            if not self._busy:
+                # An idle tick may be half a second old: the age of the first step starts here.
+                self._beat_at = self._clock.monotonic()
+            self._busy = True
+            commands, self._inbox = self._inbox, []
+            return commands
+
+    def _obey(self, command: EngineRequest | Abort, now: float) -> Rejection | None:
+        if isinstance(command, Abort):
+            self._engine.abort(command.request_id, epoch=command.epoch, choice=command.choice)
+            return None
+        try:
+            self._engine.add_request(command, now=now)
+        except NeverFitsError as error:
+            return Rejection(command.request_id, command.epoch, "CONTEXT_LENGTH_EXCEEDED", str(error))
+        except EngineError as error:
+            return Rejection(command.request_id, command.epoch, "INVALID_REQUEST", str(error))
+        return None
+
+    def _note_step(self, seconds: float) -> None:
+        mean = self._mean_step_s
+        self._mean_step_s = seconds if mean == 0.0 else mean + _MEAN_WEIGHT * (seconds - mean)
+
+    def _report(self, report: LoopReport) -> None:
+        with self._condition:
+            pending = self._pending
+            self._pending = LoopReport(
+                pending.outputs + report.outputs if pending.outputs else report.outputs,
+                pending.rejections + report.rejections,
+                report.stats or pending.stats,
+                pending.step_seconds + report.step_seconds,
+                pending.failed or report.failed,
+            )
+            wake, self._wake_up_sent = not self._wake_up_sent, True
+        if wake and self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    # --- the event loop's thread ---------------------------------------------------------------------------------
+    def _put(self, commands: list[EngineRequest | Abort] | list[EngineRequest] | list[Abort]) -> None:
+        with self._condition:
+            self._inbox.extend(commands)
+            self._condition.notify()
+
+    def _deliver(self) -> None:
+        with self._condition:
+            report, self._pending = self._pending, LoopReport([], [], None, [], False)
+            self._wake_up_sent = False
+        self._answer_canaries(report)
+        self._on_report(report)
+
+    def _answer_canaries(self, report: LoopReport) -> None:
+        if not self._canaries:
+            return
+        good = {o.key.epoch for o in report.outputs if o.key.request_id == _CANARY and o.token_ids}
+        bad = {o.key.epoch for o in report.outputs if o.key.request_id == _CANARY and o.error}
+        bad |= {r.epoch for r in report.rejections if r.request_id == _CANARY}
+        for number, future in list(self._canaries.items()):
+            if future.done():
+                continue
+            if number in good:
+                future.set_result(None)
+            elif number in bad or report.failed:
+                future.set_exception(RuntimeError("the engine did not generate the canary token"))
