@@ -1,26 +1,40 @@
 """The engine: takes requests, runs steps, says what happened to each choice.
 
-Owns scheduler, cache manager and the stop rules; decides nothing about text, tenants' money or the network.
-Called by the worker's engine loop on one thread; every call but `step` returns at once.
+Owns scheduler and runner, and their one loop: schedule, execute, update. Decides nothing about text, tenants' money
+or the network. Called by the worker's engine loop on one thread; every call but `step` returns at once.
 Charter: a new feature is a new file and at most one call here.
 """
 
 from __future__ import annotations
 
 from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine.isolation_check import check_isolation
 from services.worker.engine.model_runner import ModelRunner
-from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents
+from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents, ModelRunnerOutput
+from services.worker.engine.proposer import Proposer, Speculation
 from services.worker.engine.request import EngineRequest
+from services.worker.engine.request_checks import check_fits, check_request
+from services.worker.engine.scheduler import Scheduler
 
 
 class Engine:
     """One model runner's scheduler, cache and stop rules. Not thread-safe: one thread owns it."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
-        """Raises ValueError when the settings cannot work with the runner's pool."""
+    def __init__(self, runner: ModelRunner, config: EngineConfig, *, proposer: Proposer | None = None) -> None:
+        """Raises ValueError when the settings cannot work with the runner's pool.
+
+        Raises RuntimeError when the self-test of tenant isolation fails.
+        """
         config.validate(num_blocks=runner.spec.num_blocks)
+        check_isolation(config)
         self._runner = runner
-        self._config = config
+        speculation = None
+        if proposer is not None and config.max_draft_count:
+            speculation = Speculation(
+                proposer, max_draft_count=config.max_draft_count, max_batch=config.max_draft_batch
+            )
+        self._scheduler = Scheduler(runner.spec, config, speculation=speculation)
+        self._is_broken = False
 
     def add_request(self, request: EngineRequest, *, now: float) -> None:
         """Queue every choice of `request`. Each ends with exactly one EngineOutput that has a `finish_reason`.
@@ -28,39 +42,59 @@ class Engine:
         `now` is on the clock of `request.deadline`. Raises InvalidRequestError, NeverFitsError or
         DuplicateRequestError, and then has changed nothing.
         """
-        raise NotImplementedError
+        self.check_request(request)
+        self._scheduler.add(request, now=now)
+
+    def check_request(self, request: EngineRequest) -> None:
+        """Raise InvalidRequestError or NeverFitsError as `add_request` would. Reads constants only: any thread may."""
+        spec, scheduler = self._runner.spec, self._scheduler
+        check_request(request, spec)
+        block_limit, slot_limit = scheduler.kv.limit(request.tenant), scheduler.slot_limit(request.tenant)
+        check_fits(request, spec, block_limit=block_limit, slot_limit=slot_limit)
 
     def abort(self, request_id: str, *, epoch: int | None = None, choice: int | None = None) -> int:
         """Stop choices of a request (of this epoch, of this choice; None means all) and free their blocks at once.
 
         Returns how many were stopped; each ends as CANCELLED in the next step's outputs. Unknown ids return 0.
         """
-        raise NotImplementedError
+        return self._scheduler.abort(request_id, epoch=epoch, choice=choice)
 
     def step(self, now: float) -> list[EngineOutput]:
         """Schedule, compute and account one step; blocks for as long as the runner computes.
 
         Returns at most one output a choice that got tokens, started or ended. Raises what the runner raises for the
-        device as a whole; then call `fail_all`.
+        device as a whole; only `fail_all` may follow.
         """
-        raise NotImplementedError
+        if self._is_broken:
+            raise RuntimeError("the last step failed: call fail_all first")
+        self._is_broken = True
+        decision = self._scheduler.schedule(now)
+        result = ModelRunnerOutput(rows=())
+        if decision.scheduled or decision.released:
+            result = self._runner.execute(decision)
+        outputs = self._scheduler.update(decision, result, now=now)
+        self._is_broken = False
+        return outputs
 
     def fail_all(self, error: str) -> list[EngineOutput]:
-        """End every choice with ERROR and free everything; the engine can go on or be thrown away."""
-        raise NotImplementedError
+        """End every choice with ERROR, free everything and empty the cache; the engine can then go on."""
+        self._is_broken = False
+        return self._scheduler.fail_all(error)
 
     def has_work(self) -> bool:
-        """True while a choice is unfinished or an output is still to be handed out by `step`."""
-        raise NotImplementedError
+        """True while a choice is unfinished or `step` still has something to hand out."""
+        return self._scheduler.has_work()
 
     def stats(self, now: float) -> EngineStats:
-        """Counts as of the last step."""
-        raise NotImplementedError
+        """Counts as of the last step. Takes time in proportion to the requests in hand."""
+        return self._scheduler.stats(now)
 
     def take_kv_events(self) -> KVEvents:
         """Changes of the set of hittable blocks since the last call; bounded, a snapshot after an overflow."""
-        raise NotImplementedError
+        return self._scheduler.kv.pool.take_events()
 
     def check_invariants(self) -> None:
         """Raise AssertionError when block, slot or queue accounting is off. When idle also that nothing is held."""
-        raise NotImplementedError
+        self._scheduler.check_invariants()
+        if not self.has_work():
+            self._runner.check_invariants()

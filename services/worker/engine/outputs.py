@@ -158,7 +158,7 @@ class EngineStats:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVEvents:
-    """Block hashes that became hittable or stopped being so since the last call, in order of happening within each.
+    """Net change of the hittable block hashes since the last call; a hash is in one of the two at most.
 
     `snapshot` true: events were dropped or this is the first call; `stored` is then all that is hittable now.
     """

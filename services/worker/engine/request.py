@@ -132,3 +132,119 @@ class EngineRequest:
     cache_salt: bytes = b""
     adapter_digest: bytes = b""
     deadline: float | None = None
+
+
+class RequestGroup:
+    """What the choices of one client request share: the source, the hash chain's root and what the cache gave.
+
+    `root` is None when the prefix cache is off for the request. `cached_token_count` is set by the choice that is
+    admitted first, so that the prompt counts as cached once and for all choices alike.
+    """
+
+    __slots__ = ("cached_token_count", "members", "root", "source")
+
+    def __init__(self, source: EngineRequest, *, root: bytes | None) -> None:
+        self.source = source
+        self.root = root
+        self.members: list[Request] = []
+        self.cached_token_count: int | None = None
+
+
+class Request:
+    """One choice inside the engine: known tokens, how many of them are computed, and the blocks that hold them.
+
+    ruler:  0 … num_computed_tokens … num_tokens      (prompt, then outputs; append-only, so hashes never go stale)
+    While decoding the two differ by one: the newest token is known and not yet computed.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "arrival",
+        "block_hashes",
+        "block_table",
+        "blocks",
+        "bypass_count",
+        "fits_tokens",
+        "group",
+        "key",
+        "num_computed_tokens",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "num_tokens",
+        "priority_class",
+        "sampling",
+        "sequence",
+        "started",
+        "state",
+        "stop_ids",
+        "tenant",
+        "waits_for",
+        "weight",
+    )
+
+    def __init__(
+        self, group: RequestGroup, choice: Choice, *, sequence: int, arrival: float, eos_token_ids: frozenset[int]
+    ) -> None:
+        source = group.source
+        self.arrival = arrival
+        self.group = group
+        self.key = RequestKey(source.request_id, choice.index, source.epoch)
+        self.tenant = source.tenant
+        self.weight = source.weight
+        self.priority_class = source.priority_class
+        self.sequence = sequence
+        first = source.choices[0].index == choice.index
+        self.sampling = source.sampling if first else dataclasses.replace(source.sampling, prompt_logprob_count=None)
+        stop_ids = frozenset(self.sampling.stop_token_ids)
+        self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens + len(choice.output_token_ids)
+        self._buffer = np.empty(self.num_tokens + min(self.sampling.max_tokens, 64), dtype=np.int32)
+        self._buffer[: self.num_prompt_tokens] = source.prompt_token_ids
+        self._buffer[self.num_prompt_tokens : self.num_tokens] = choice.output_token_ids
+        self.state = RequestState.WAITING
+        self.started = False
+        self.num_computed_tokens = 0
+        self.num_prompt_logprobs = 0
+        self.bypass_count = 0
+        self.waits_for: bytes | None = None
+        self.blocks: list[int] = []
+        self.block_table: tuple[int, ...] = ()
+        self.fits_tokens = 0
+        self.block_hashes: list[bytes] = []
+        self.num_published_blocks = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order in the batch: class, then age. The largest is preempted first."""
+        return (self.priority_class, self.sequence)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output together when the choice ends by length."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True while prompt logprobs are asked for and not all handed out: then the prompt must be computed."""
+        return self.sampling.prompt_logprob_count is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    def tokens(self, start: int, end: int) -> TokenArray:
+        """Known tokens at positions start … end - 1, as a view that later tokens do not change."""
+        return self._buffer[start:end]
+
+    def append(self, token_id: int) -> None:
+        """Add one output token."""
+        if self.num_tokens == len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty(len(self._buffer), dtype=np.int32)))
+        self._buffer[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    def __repr__(self) -> str:
+        progress = f"{self.num_computed_tokens}/{self.num_tokens}"
+        return f"Request({self.key.request_id}#{self.key.choice} {self.state.value} {progress})"

@@ -1,0 +1,242 @@
+"""Which blocks a request may use: prefix hits, allocation, copy-on-write, and waiting for what others compute.
+
+Owns the block pool and every request's block list. Never decides who runs. Called by the scheduler only.
+A hash is published after the step that computed the block, so a hit is always on finished keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.common.block_hash import chain_hashes, root_hash
+from services.worker.engine.block_pool import BlockPool
+from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine.request import Request, RequestState
+from services.worker.engine.tenant_shares import Room, TenantShares
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Tokens that need no computing: `shared` blocks in full, then `copy_source`'s first tokens by copy-on-write."""
+
+    num_computed_tokens: int = 0
+    shared: tuple[int, ...] = ()
+    copy_source: int | None = None
+
+
+_NO_MATCH = PrefixMatch()
+
+
+class KVCacheManager:
+    """Blocks of all requests of one engine."""
+
+    def __init__(self, *, num_blocks: int, block_size: int, config: EngineConfig) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self._model_version = config.model_version
+        self._shares = TenantShares(
+            num_blocks,
+            reserved={tenant: limits.reserved_blocks for tenant, limits in config.tenant_limits.items()},
+            cap_of=lambda tenant: config.limits_of(tenant).max_blocks,
+        )
+        self._watermark = num_blocks // 100
+        # Hash of a block being computed → the running request that computes it.
+        self._computing: dict[bytes, Request] = {}
+        self._copies: dict[int, int] = {}
+        self._pinned: list[int] = []
+        self.copy_total = 0
+
+    def root_of(self, *, adapter_digest: bytes, cache_salt: bytes) -> bytes | None:
+        """Start of a request's hash chain; None, and so no sharing with other requests, without a tenant salt."""
+        if not cache_salt:
+            return None
+        return root_hash(model_version=self._model_version, adapter_digest=adapter_digest, tenant_salt=cache_salt)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def limit(self, tenant: str) -> int:
+        """The most blocks one request of `tenant` can ever hold."""
+        return self._shares.limit(tenant)
+
+    def room(self, tenant: str) -> Room:
+        """Blocks that `tenant` may take now."""
+        return self._shares.room(tenant, available=self.pool.available_count, held_by=self.pool.held_by)
+
+    def frees_for_others(self, request: Request) -> bool:
+        """True when preempting `request` gives blocks to other tenants."""
+        return not self._shares.within_reservation(request.tenant, held=self.pool.held_by(request.tenant))
+
+    def exclusive_count(self, request: Request) -> int:
+        """Blocks that only `request` holds: what preempting it gives back."""
+        return sum(self.pool.ref_count(block) == 1 for block in request.blocks)
+
+    def must_wait(self, request: Request) -> bool:
+        """True while a running request of the same or a better class computes what `request` needs next.
+
+        Nothing is held while waiting, and who is waited for is running with all its blocks: no cycle can form.
+        """
+        prompt = request.num_prompt_tokens
+        computing = [
+            member
+            for member in request.group.members
+            if member is not request and member.state is RequestState.RUNNING and member.num_computed_tokens < prompt
+        ]
+        if request.waits_for is not None and request.waits_for in self._computing:
+            computing.append(self._computing[request.waits_for])
+        return any(other.priority_class <= request.priority_class for other in computing)
+
+    def match(self, request: Request) -> PrefixMatch:
+        """Longest computed prefix of an unscheduled request; notes in `waits_for` the block it should wait for.
+
+        At least the newest token is left to compute, since its logits are wanted. Holds nothing.
+        """
+        request.waits_for = None
+        if request.wants_prompt_logprobs:
+            return _NO_MATCH
+        fork = self._match_sibling(request)
+        blocks: list[int] = []
+        for full_hash in self._hashes(request, request.num_tokens):
+            block = self.pool.lookup(full_hash)
+            if block is None:
+                request.waits_for = full_hash if full_hash in self._computing else None
+                break
+            blocks.append(block)
+        cached = self._cut(request, blocks, len(blocks) * self.block_size)
+        if fork.num_computed_tokens >= cached.num_computed_tokens:
+            request.waits_for = None
+            return fork
+        return cached
+
+    def without_copy(self, match: PrefixMatch) -> PrefixMatch:
+        """The same match in whole blocks only."""
+        return PrefixMatch(len(match.shared) * self.block_size, match.shared)
+
+    def needed(self, request: Request, match: PrefixMatch) -> int:
+        """Available blocks that `allocate` would use up."""
+        pool = self.pool
+        unheld = sum(pool.ref_count(block) == 0 for block in match.shared)
+        if match.copy_source is not None and pool.ref_count(match.copy_source) == 0:
+            unheld += 1
+        return self.blocks_for(request.num_tokens) - len(match.shared) + unheld
+
+    def spare(self, *, running: int) -> int:
+        """Blocks that admission leaves alone so that running requests can grow; 0 when nothing runs."""
+        return min(self._watermark + 1, running)
+
+    def allocate(self, request: Request, match: PrefixMatch) -> None:
+        """Give `request` blocks for all its known tokens. The caller has checked that `needed` fits in `room`."""
+        pool = self.pool
+        pool.hold(match.shared, tenant=request.tenant)
+        source = match.copy_source
+        if source is not None:
+            # The source may itself be waiting for its copy in this step: take it from where that one does.
+            source = self._copies.get(source, source)
+            pool.hold((source,), tenant=request.tenant)
+            self._pinned.append(source)
+        fresh = pool.take(self.blocks_for(request.num_tokens) - len(match.shared), tenant=request.tenant)
+        if source is not None:
+            self._copies[fresh[0]] = source
+            self.copy_total += 1
+        self._set_blocks(request, [*match.shared, *fresh])
+        request.num_computed_tokens = match.num_computed_tokens
+        request.num_published_blocks = len(match.shared)
+        for full_hash in self._hashes(request, request.num_tokens)[len(match.shared) :]:
+            if pool.lookup(full_hash) is None:
+                self._computing.setdefault(full_hash, request)
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Extend a running request's blocks to hold `num_tokens`; False, and nothing changed, without room."""
+        missing = self.blocks_for(num_tokens) - len(request.blocks)
+        if missing > 0:
+            if self.room(request.tenant).total < missing:
+                return False
+            self._set_blocks(request, request.blocks + self.pool.take(missing, tenant=request.tenant))
+        return True
+
+    def publish(self, request: Request) -> None:
+        """Make the blocks that are now fully computed hittable. Call after the step that computed them."""
+        full_blocks = request.num_computed_tokens // self.block_size
+        hashes = self._hashes(request, request.num_computed_tokens)
+        if hashes:
+            for index in range(request.num_published_blocks, full_blocks):
+                self.pool.publish(request.blocks[index], hashes[index])
+                self._stop_computing(request, hashes[index])
+        request.num_published_blocks = full_blocks
+
+    def free(self, request: Request) -> None:
+        """Give back all blocks. Those published stay hittable until taken."""
+        for full_hash in request.block_hashes[request.num_published_blocks :]:
+            self._stop_computing(request, full_hash)
+        for block in request.blocks:
+            self._copies.pop(block, None)
+        self.pool.release(request.blocks)
+        self._set_blocks(request, [])
+        request.num_computed_tokens = 0
+        request.num_published_blocks = 0
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """(source, destination) pairs to copy before this step computes. Sources stay held until `end_step`."""
+        copies = tuple((source, destination) for destination, source in self._copies.items())
+        self._copies.clear()
+        return copies
+
+    def end_step(self) -> None:
+        """The copies are done: let go of their sources."""
+        if self._pinned:
+            self.pool.release(self._pinned)
+            self._pinned.clear()
+
+    def check_invariants(self, requests: list[Request]) -> None:
+        """Raise AssertionError unless `requests`, all that may hold blocks, account for every held one."""
+        holdings = [request.blocks for request in requests]
+        self.pool.check_invariants([*holdings, self._pinned])
+        running = {id(request) for request in requests if request.state is RequestState.RUNNING}
+        assert all(id(request) in running for request in self._computing.values()), "a gone request still computes"
+        for request in requests:
+            assert request.num_computed_tokens <= len(request.blocks) * self.block_size, f"{request} lacks blocks"
+            assert request.block_table == tuple(request.blocks), f"{request} has a stale block table"
+            for block, full_hash in zip(request.blocks, request.block_hashes, strict=False):
+                assert self.pool.hash_of(block) in (None, full_hash), f"{request} holds block {block} of another prefix"
+
+    def _match_sibling(self, request: Request) -> PrefixMatch:
+        """The prompt as a running choice of the same request has it, its partial last block by copy."""
+        computed = min(request.num_prompt_tokens, request.num_tokens - 1)
+        for member in request.group.members:
+            if (
+                member.state is RequestState.RUNNING
+                and member.num_computed_tokens >= computed
+                and member is not request
+            ):
+                return self._cut(request, member.blocks, computed)
+        return _NO_MATCH
+
+    def _cut(self, request: Request, blocks: list[int], computed: int) -> PrefixMatch:
+        computed = min(computed, request.num_tokens - 1)
+        whole, rest = divmod(computed, self.block_size)
+        return PrefixMatch(computed, tuple(blocks[:whole]), blocks[whole] if rest else None)
+
+    def _hashes(self, request: Request, num_tokens: int) -> list[bytes]:
+        """The request's block hashes, known at least for every full block of its first `num_tokens`; none if off."""
+        root = request.group.root
+        known, full_blocks = len(request.block_hashes), num_tokens // self.block_size
+        if root is not None and known == 0 and full_blocks:
+            leader = request.group.members[0]
+            request.block_hashes.extend(leader.block_hashes[: request.num_prompt_tokens // self.block_size])
+            known = len(request.block_hashes)
+        if root is not None and known < full_blocks:
+            tokens = request.tokens(known * self.block_size, full_blocks * self.block_size)
+            packed = tokens.astype("<u4").tobytes()
+            parent = request.block_hashes[-1] if known else root
+            request.block_hashes.extend(chain_hashes(parent, packed, block_size=self.block_size))
+        return request.block_hashes
+
+    def _stop_computing(self, request: Request, full_hash: bytes) -> None:
+        if self._computing.get(full_hash) is request:
+            del self._computing[full_hash]
+
+    def _set_blocks(self, request: Request, blocks: list[int]) -> None:
+        request.blocks = blocks
+        request.block_table = tuple(blocks)
+        request.fits_tokens = len(blocks) * self.block_size
