@@ -74,6 +74,7 @@ class EngineLoop:
         self._stopping = False
         self._failed = False
         self._busy = False
+        self._checked = True
         self._beat_at = clock.monotonic()
         self._mean_step_s = 0.0
         self._pending = LoopReport([], [], None, [], False)
@@ -174,13 +175,16 @@ class EngineLoop:
             while not self._inbox and not self._stopping and not self._engine.has_work():
                 self._busy = False
                 self._beat_at = self._clock.monotonic()
-                self._condition.wait(IDLE_TICK_S)
+                if not self._condition.wait(IDLE_TICK_S) and not self._checked:
+                    self._checked = True
+                    self._engine.check_invariants()
             if self._stopping:
                 return None
             if not self._busy:
                 # An idle tick may be half a second old: the age of the first step starts here.
                 self._beat_at = self._clock.monotonic()
             self._busy = True
+            self._checked = False
             commands, self._inbox = self._inbox, []
             return commands
 
@@ -203,12 +207,11 @@ class EngineLoop:
     def _report(self, report: LoopReport) -> None:
         with self._condition:
             pending = self._pending
-            self._pending = LoopReport(
-                pending.outputs + report.outputs if pending.outputs else report.outputs,
-                pending.rejections + report.rejections,
-                report.stats or pending.stats,
-                pending.step_seconds + report.step_seconds,
-                pending.failed or report.failed,
+            pending.outputs.extend(report.outputs)
+            pending.rejections.extend(report.rejections)
+            pending.step_seconds.extend(report.step_seconds)
+            self._pending = dataclasses.replace(
+                pending, stats=report.stats or pending.stats, failed=pending.failed or report.failed
             )
             wake, self._wake_up_sent = not self._wake_up_sent, True
         if wake and self._loop is not None:

@@ -1,0 +1,102 @@
+"""Settings of the worker: the only file of this service that names environment variables.
+
+The engine's knobs share one variable, so that a worker has few settings; they keep the names the field knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from services.common.config import parse_address, parse_positive, setting
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Knobs of the engine; None or "auto" lets the model and the machine decide.
+
+    `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_prefill_chunk: int = 256
+    gpu_memory_utilization: float = 0.5
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    threads: int | None = None
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise ValueError("expected a number above 0 and at most 1")
+    return value
+
+
+_KNOBS: dict[str, Callable[[str], int | float | str]] = {
+    "max_model_len": parse_positive,
+    "max_num_seqs": parse_positive,
+    "max_num_batched_tokens": parse_positive,
+    "max_prefill_chunk": parse_positive,
+    "gpu_memory_utilization": _fraction,
+    "dtype": str,
+    "kv_cache_dtype": str,
+    "block_size": parse_positive,
+    "num_blocks": parse_positive,
+    "threads": parse_positive,
+}
+
+
+def parse_engine(text: str) -> EngineSettings:
+    """`name=value,name=value`. Raises ValueError that names the first knob that is unknown or out of range."""
+    values: dict[str, int | float | str] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, separator, value = (item.strip() for item in part.partition("="))
+        if not separator or name not in _KNOBS:
+            raise ValueError(f"{part!r} is not a knob; expected name=value with one of {', '.join(_KNOBS)}")
+        if name in values:
+            raise ValueError(f"{name} is given twice")
+        try:
+            values[name] = _KNOBS[name](value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value}: {error}") from error
+    return EngineSettings(**values)  # type: ignore[arg-type]
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < 86_400.0:
+        raise ValueError("expected a number of at least 0")
+    return value
+
+
+def _name(text: str) -> str:
+    if not text or len(text) > 128 or any(c in "{}@:, " or not c.isprintable() for c in text):
+        raise ValueError("expected 1 to 128 printable characters without spaces or any of {}@:,")
+    return text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything a worker can be told from outside."""
+
+    redis_url: str = setting("redis://127.0.0.1:6379/0", secret=True, help="Redis of registry and terminals")
+    grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
+    advertise: str = setting("", help="address that routers and gateways dial; empty means the bound one")
+    metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
+    model: str = setting("smollm2-135m", help="a known model, `echo`, or the path of a GGUF file or folder")
+    model_name: str = setting("", parse=_name, help="name to serve the model under; empty means its own")
+    model_version: str = setting("1", parse=_name, help="version of the model that this worker serves")
+    pool: str = setting("default", parse=_name, help="named pool that this worker takes work from")
+    engine: EngineSettings = setting(  # noqa: RUF009 - a field specifier over a frozen value
+        EngineSettings(), parse=parse_engine, help="engine knobs, e.g. max_num_seqs=32,max_model_len=4096,dtype=float32"
+    )
+    echo_step_ms: float = setting(1.0, parse=_not_negative, help="time one step of the echo model takes")
+    drain_grace_s: float = setting(30.0, parse=_not_negative, help="seconds that running streams get at the end")
+    data_dir: str = setting("", help="folder for compiled kernels; empty means the user's cache folder")
+    log_level: str = setting("info", help="debug, info, warning or error")
+    otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

@@ -1,0 +1,225 @@
+"""Says how much room this worker has: to routers by Watch, to the registry by lease, to people by metrics.
+
+Owns the last known engine counts and the draining and ready marks. Decides nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+
+import structlog
+from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import Pool, WorkerRecord
+from services.common.clock import Clock
+from services.common.errors import MillraceError
+from services.common.metrics import Metrics
+from services.worker import wire
+from services.worker.engine.outputs import EngineStats
+from services.worker.engine_loop import EngineLoop
+from services.worker.requests import RequestTable
+
+WATCH_PERIOD_S = 1.0
+WATCH_COALESCE_S = 0.005
+LEASE_S = 5.0
+# Block counts change each step; only a change of this part of the pool is worth a message of its own.
+_BLOCK_STEPS = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Who this worker is and what it can hold."""
+
+    instance: str
+    model: common_pb2.ModelRef
+    pool: Pool
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int
+    block_count: int
+
+
+class LoadBoard:
+    """The worker's room as of now, and a change signal for watchers."""
+
+    def __init__(
+        self, identity: WorkerIdentity, table: RequestTable, engine: EngineLoop, metrics: LoadMetrics, clock: Clock
+    ) -> None:
+        self._identity = identity
+        self._metrics = metrics
+        self._table = table
+        self._engine = engine
+        self._clock = clock
+        self._stats: EngineStats | None = None
+        self._changed = asyncio.Event()
+        self._shown: tuple[object, ...] = ()
+        self._sequence = 0
+        self.draining = False
+        self.started = False
+
+    @property
+    def ready(self) -> bool:
+        """New work is welcome: the canary came, the engine beats, no drain."""
+        return self.started and not self.draining and self._engine.healthy()
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """Engine counts of the newest report."""
+        return self._stats
+
+    def free_slots(self) -> int:
+        """Choices that the batch still has room for."""
+        return max(0, self._identity.max_num_seqs - self._table.slot_count)
+
+    def free_blocks(self) -> int:
+        """Blocks that a new prompt could take now, those promised to accepted prompts excluded."""
+        stats = self._stats
+        free = self._identity.block_count if stats is None else stats.free_block_count + stats.cached_block_count
+        return max(0, free - self._table.pending_block_count)
+
+    def update(self, stats: EngineStats, step_seconds: list[float]) -> None:
+        """Take the engine's newest counts and how long its steps took."""
+        self._stats = stats
+        self._metrics.update(stats, step_seconds)
+
+    def touch(self) -> None:
+        """Something may have changed: wake the watchers if it is worth a message."""
+        step = max(1, self._identity.block_count // _BLOCK_STEPS)
+        shown = (
+            self.free_slots(),
+            self.free_blocks() // step,
+            self._table.attached_gateways(),
+            self.draining,
+            self.ready,
+            len(self._table),
+        )
+        if shown != self._shown:
+            self._shown = shown
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def snapshot(self) -> worker_service_pb2.WatchResponse:
+        """The present state as one Watch message."""
+        identity, stats = self._identity, self._stats
+        self._sequence += 1
+        message = worker_service_pb2.WatchResponse(
+            worker_instance=identity.instance,
+            sequence=self._sequence,
+            model=identity.model,
+            pool=pool_ref(identity.pool),
+            role=common_pb2.WORKER_ROLE_AGGREGATED,
+            free_slot_count=self.free_slots(),
+            free_block_count=self.free_blocks(),
+            block_size=identity.block_size,
+            running_count=stats.running_count if stats else 0,
+            waiting_count=stats.waiting_count if stats else 0,
+            backlog_token_count=stats.backlog_token_count if stats else 0,
+            attached_gateways=self._table.attached_gateways(),
+            draining=self.draining,
+            ready=self.ready,
+            in_flight_count=len(self._table.unfinished()),
+        )
+        age = self._engine.progress_age()
+        if age is not None:
+            message.progress_age.CopyFrom(wire.duration_of(max(0.0, age)))
+        return message
+
+    async def watch(self) -> AsyncIterator[worker_service_pb2.WatchResponse]:
+        """Snapshots: one now, then on change (changes within 5 ms share one) and at least each second."""
+        while True:
+            changed = self._changed
+            yield self.snapshot()
+            await wait_for(changed, self._clock, WATCH_PERIOD_S)
+            if changed.is_set():
+                await self._clock.sleep(WATCH_COALESCE_S)
+
+
+async def wait_for(event: asyncio.Event, clock: Clock, seconds: float) -> None:
+    """Return when the event is set or so many seconds of `clock` are over."""
+    if event.is_set() or seconds <= 0:
+        return
+    tasks = {asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(seconds))}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def pool_ref(pool: Pool) -> common_pb2.PoolRef:
+    """The wire's name of a pool."""
+    return common_pb2.PoolRef(model=pool.model, pool=pool.pool, shard=pool.shard)
+
+
+class RegistryLease:
+    """Keeps this worker in the registry. Redis away changes nothing here: the lease comes back with Redis."""
+
+    def __init__(self, store: AdmissionStore, record: WorkerRecord, clock: Clock) -> None:
+        self._store = store
+        self._record = record
+        self._clock = clock
+        self._away = False
+
+    async def run(self) -> None:
+        """Renew at a third of the lease until cancelled."""
+        while True:
+            await self._renew()
+            await self._clock.sleep(LEASE_S / 3)
+
+    async def end(self) -> None:
+        """Leave the registry; a failure only means that the lease runs out by itself."""
+        try:
+            await self._store.deregister_worker(self._record)
+        except MillraceError as error:
+            structlog.get_logger().warning("deregister_failed", reason=error.row.reason)
+
+    async def _renew(self) -> None:
+        try:
+            await self._store.register_worker(self._record)
+        except MillraceError as error:
+            if not self._away:
+                structlog.get_logger().warning("registry_away", reason=error.row.reason)
+            self._away = True
+            return
+        if self._away:
+            structlog.get_logger().info("registry_back")
+        self._away = False
+
+
+class LoadMetrics:
+    """Turns engine counts into gauges and counters."""
+
+    def __init__(self, metrics: Metrics, model: common_pb2.ModelRef) -> None:
+        labels = (model.model, model.version)
+        self._running = metrics.running.labels(*labels)
+        self._waiting = metrics.waiting.labels(*labels)
+        self._backlog = metrics.backlog_tokens.labels(*labels)
+        self._blocks_used = metrics.kv_blocks_used.labels(*labels)
+        self._blocks_total = metrics.kv_blocks_total.labels(*labels)
+        self._step_seconds = metrics.step_seconds.labels(*labels)
+        self._totals: list[tuple[Callable[[float], None], Callable[[EngineStats], int]]] = [
+            (metrics.preemptions_total.labels(*labels).inc, lambda s: s.preemption_total),
+            (metrics.prefix_query_tokens_total.labels(*labels).inc, lambda s: s.prefix_query_token_total),
+            (metrics.prefix_hit_tokens_total.labels(*labels).inc, lambda s: s.prefix_hit_token_total),
+            (metrics.prompt_tokens_total.labels(*labels).inc, lambda s: s.prefill_token_total),
+            (metrics.completion_tokens_total.labels(*labels).inc, lambda s: s.decode_token_total),
+        ]
+        self._seen = [0] * len(self._totals)
+
+    def update(self, stats: EngineStats, step_seconds: list[float]) -> None:
+        """Take the counts after some steps."""
+        self._running.set(stats.running_count)
+        self._waiting.set(stats.waiting_count)
+        self._backlog.set(stats.backlog_token_count)
+        self._blocks_used.set(stats.held_block_count)
+        self._blocks_total.set(stats.total_block_count)
+        for seconds in step_seconds:
+            self._step_seconds.observe(seconds)
+        for index, (increase, read) in enumerate(self._totals):
+            total = read(stats)
+            increase(total - self._seen[index])
+            self._seen[index] = total
