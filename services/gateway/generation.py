@@ -1,4 +1,4 @@
-"""The seam inside the gateway: the front (HTTP, gRPC, text) asks for a generation, the back (admission, Attach) runs it.
+"""The seam inside the gateway: the front (HTTP, gRPC, text) asks for a generation, the back runs it.
 
 Owns only values and protocols. The front never touches Redis or workers; the back never sees text.
 """
@@ -39,8 +39,8 @@ class ValidRequest:
     prompt_token_ids: array[int]
     sampling: common_pb2.SamplingParams
     stop: tuple[str, ...]
-    priority_class: common_pb2.PriorityClass
-    resume_policy: common_pb2.ResumePolicy
+    priority_class: common_pb2.PriorityClass.ValueType
+    resume_policy: common_pb2.ResumePolicy.ValueType
     timeout_s: float
     user: str = ""
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -59,7 +59,7 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     logprobs: tuple[common_pb2.PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[common_pb2.PositionLogprobs, ...] = ()
-    finish_reason: common_pb2.FinishReason | None = None
+    finish_reason: common_pb2.FinishReason.ValueType | None = None
     stop_token_id: int | None = None
 
 
@@ -95,7 +95,7 @@ class Generation(Protocol):
         ...
 
     async def finish(
-        self, state: common_pb2.TerminalState, finish_reason: common_pb2.FinishReason, error_reason: str = ""
+        self, state: common_pb2.TerminalState.ValueType, finish_reason: common_pb2.FinishReason.ValueType, error_reason: str = ""
     ) -> common_pb2.TokenUsage:
         """End the request: cancel what still runs, outbox → finish → settle. Returns the billed usage. Idempotent."""
         ...

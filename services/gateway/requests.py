@@ -1,0 +1,388 @@
+"""One live request as its gateway sees it: binding, tokens by index, resume, poison, budget. Events in, actions out.
+
+Pure and synchronous: no I/O, no clock (every call gets monotonic seconds). The seam's `LiveGeneration` owns one each
+and performs the actions. Charter: rules of PROTOCOL §4, §5 and §7 only; text, transport and Redis stay out.
+
+Ruler of one choice:   0 … delivered … handed … received     base = what this attempt was given as prefix
+                       handed ≤ acked + 16 and, over all choices, handed ≤ budget
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.admission_types import RequestPhase, RequestRecord
+from services.common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineError,
+    MillraceError,
+    SlowReader,
+    WorkerLost,
+    error_of,
+)
+from services.gateway.choice_tokens import ChoiceTokens
+from services.gateway.generation import TokenEvent
+
+UNACKED_TOKENS = 16
+MAX_ATTEMPTS = 3
+# A request in hand of this many dying workers is taken for the cause.
+POISON_DEATHS = 2
+BUDGET_LEASE_TOKENS = 64
+_BUDGET_LOW_TOKENS = 32
+_BYTES_PER_TOKEN = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Binding:
+    """The one attempt whose frames count."""
+
+    epoch: int
+    instance: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Tell a worker to stop an attempt, or one choice of it."""
+
+    instance: str
+    epoch: int
+    choice: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Own:
+    """Record in the store who runs the request."""
+
+    binding: Binding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reattach:
+    """A gap: open the stream to this worker again from what is held."""
+
+    instance: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Readmit:
+    """Queue the request again, ahead of others. Exactly the choices of `prefix` run; empty means all, from the start.
+
+    `again` true: the store lost the same attempt, nothing ran.
+    """
+
+    attempt: int
+    prefix: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    again: bool = False
+
+
+Action = SendCancel | Own | Reattach | Readmit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What bounds one request. `budget_tokens` is the first lease of completion tokens, None without a budget."""
+
+    choice_count: int
+    max_token_count: int
+    deadline: float
+    resumes: bool = True
+    budget_tokens: int | None = None
+    unread_bytes: int = 4_194_304
+
+
+class RequestCore:
+    """State of one live request. `error` set means that it failed; `done` that every choice has ended."""
+
+    def __init__(self, limits: RequestLimits, *, now: float) -> None:
+        self.limits = limits
+        self.choices = tuple(ChoiceTokens(index) for index in range(limits.choice_count))
+        self.binding: Binding | None = None
+        self.attempt = 1
+        self.deaths = 0
+        self.error: MillraceError | None = None
+        self.ended = False
+        self.started = False
+        self.cached_token_count = 0
+        self.queued_at = now
+        self.heard_at = now
+        self.budget = limits.budget_tokens
+        self.budget_exhausted = False
+        self._floor = 0
+        self._gap_at: tuple[int, int] | None = None
+        self._prompt_logprobs: tuple[common_pb2.PositionLogprobs, ...] | None = None
+        self._prompt_logprobs_handed = False
+
+    # --- what the front asks -------------------------------------------------------------------------------------
+    @property
+    def done(self) -> bool:
+        """Every choice was handed its end or was stopped by the front."""
+        return all(choice.closed for choice in self.choices)
+
+    @property
+    def produced(self) -> bool:
+        """Nothing more is wanted of any worker."""
+        return all(choice.finish is not None or choice.stopped for choice in self.choices)
+
+    @property
+    def received_count(self) -> int:
+        return sum(choice.received for choice in self.choices)
+
+    @property
+    def delivered_any(self) -> bool:
+        return any(choice.delivered for choice in self.choices)
+
+    def pull(self) -> TokenEvent | None:
+        """The next event for the front, None when there is nothing to hand out yet."""
+        for choice in self.choices:
+            if choice.closed:
+                continue
+            event = choice.take(self._room(choice), self._fresh_prompt_logprobs(choice))
+            if event is not None:
+                return event
+        return None
+
+    def stop_choice(self, index: int, token_count: int) -> list[Action]:
+        """The front ended a choice after `token_count` tokens."""
+        choice = self.choices[index]
+        if choice.stopped:
+            return []
+        choice.stop(token_count)
+        if choice.finish is None and self.binding is not None:
+            return [SendCancel(self.binding.instance, self.binding.epoch, index)]
+        return []
+
+    def mark_delivered(self, index: int, token_count: int) -> None:
+        """The first `token_count` tokens of a choice reached the client's transport."""
+        choice = self.choices[index]
+        choice.delivered = max(choice.delivered, min(token_count, choice.handed))
+
+    def fail(self, error: MillraceError) -> list[Action]:
+        """End the request with an error; the first one stands."""
+        if self.error is None:
+            self.error = error
+        return self._cancel_running()
+
+    def end(self) -> list[Action]:
+        """The front is finished with the request: whatever still runs is cancelled."""
+        self.ended = True
+        return self._cancel_running()
+
+    # --- what workers say ----------------------------------------------------------------------------------------
+    def on_event(self, instance: str, event: worker_service_pb2.Event, now: float) -> list[Action]:
+        """One event of a frame."""
+        if self.ended or self.error is not None:
+            return [SendCancel(instance, event.epoch)]
+        actions = self._bind(instance, event.epoch)
+        if self.binding != Binding(event.epoch, instance):
+            return actions
+        self.heard_at = now
+        kind = event.WhichOneof("event")
+        if kind == "started":
+            if not self.started:
+                self.started = True
+                self.cached_token_count = max(0, event.started.cached_token_count)
+        elif kind == "delta":
+            actions += self._on_delta(event.delta)
+        elif kind == "failed":
+            actions += self._on_failed(event.failed, now)
+        elif kind == "prompt_logprobs" and self._prompt_logprobs is None:
+            self._prompt_logprobs = tuple(event.prompt_logprobs.positions)
+        return actions
+
+    def on_worker_lost(self, instance: str, now: float) -> list[Action]:
+        """The stream to this worker is given up."""
+        if self.binding is None or self.binding.instance != instance or self.ended or self.error is not None:
+            return []
+        self.deaths += 1
+        return self._run_elsewhere(WorkerLost("The worker that ran the request was lost."), now)
+
+    def on_acked(self, epoch: int, next_indices: tuple[int, ...]) -> None:
+        """An ack was written to the bound worker."""
+        if self.binding is not None and self.binding.epoch == epoch:
+            for choice, next_index in zip(self.choices, next_indices, strict=True):
+                choice.acked = max(choice.acked, next_index)
+
+    def ack_entry(self) -> tuple[int, tuple[int, ...], bool] | None:
+        """Epoch, next index per choice, and whether the worker may forget the request; None while unbound."""
+        if self.binding is None:
+            return None
+        return self.binding.epoch, tuple(c.received for c in self.choices), self._worker_ended
+
+    # --- what the store says -------------------------------------------------------------------------------------
+    def on_record(self, record: RequestRecord | None, now: float, *, worker_alive: bool) -> list[Action]:
+        """The store's view of a request that is unbound or silent. `worker_alive`: its owner is attached here."""
+        if self.ended or self.error is not None:
+            return []
+        if record is None:
+            return [] if self.binding is not None else [Readmit(self.attempt, self._prefix(), again=True)]
+        if record.phase is RequestPhase.FINISHED:
+            return self.fail(_error_of_record(record))
+        gone = record.phase is RequestPhase.OWNED and self.binding is None and record.attempt >= self.attempt
+        if gone and (not worker_alive or now - self.queued_at > 5):
+            self._floor = max(self._floor, record.epoch + 1)
+            self.deaths += not worker_alive
+            return self._run_elsewhere(WorkerLost("The worker that took the request was lost."), now)
+        return []
+
+    def on_superseded(self) -> list[Action]:
+        """The store refused a re-admission: the request has ended there."""
+        return self.fail(WorkerLost("The request was ended elsewhere."))
+
+    def expire(self) -> list[Action]:
+        """The deadline passed."""
+        return self.fail(DeadlineExceeded("The deadline passed before the answer was complete."))
+
+    # --- budget --------------------------------------------------------------------------------------------------
+    def budget_wanted(self) -> int:
+        """Completion tokens to lease now; 0 while there is enough or the budget is exhausted."""
+        if self.budget is None or self.budget_exhausted or self.produced or self.ended:
+            return 0
+        rest = self.limits.max_token_count * self.limits.choice_count - self.budget
+        low = self.budget - self.received_count < _BUDGET_LOW_TOKENS
+        return min(BUDGET_LEASE_TOKENS, rest) if low else 0
+
+    def on_budget(self, granted: int) -> None:
+        """A renewal came back; 0 means that the budget is used up."""
+        if self.budget is not None:
+            self.budget += granted
+            self.budget_exhausted = granted == 0
+
+    # --- inside --------------------------------------------------------------------------------------------------
+    def _bind(self, instance: str, epoch: int) -> list[Action]:
+        offered, bound = Binding(epoch, instance), self.binding
+        if offered == bound:
+            return []
+        if epoch < self._floor or (bound is not None and epoch <= bound.epoch):
+            return [SendCancel(instance, epoch)]
+        if bound is not None:
+            # Once a token of this attempt was handed on, only the gateway raises the epoch.
+            if any(choice.handed_since_base for choice in self.choices):
+                return [SendCancel(instance, epoch)]
+            for choice in self.choices:
+                choice.restart()
+        self.binding = offered
+        self._gap_at = None
+        actions: list[Action] = [Own(offered)]
+        if bound is not None:
+            actions.append(SendCancel(bound.instance, bound.epoch))
+        actions += [SendCancel(instance, epoch, c.index) for c in self.choices if c.stopped and c.finish is None]
+        return actions
+
+    def _on_delta(self, delta: worker_service_pb2.Delta) -> list[Action]:
+        bound = self.binding
+        if bound is None:
+            return []
+        if not 0 <= delta.choice < len(self.choices):
+            return self.fail(EngineError("The worker answered for a choice that was not asked for."))
+        choice = self.choices[delta.choice]
+        if choice.stopped or choice.finish is not None:
+            choice.worker_ended = choice.worker_ended or delta.HasField("finish")
+            return []
+        if delta.first_index > choice.received:
+            return self._on_gap(choice)
+        logprob_count = len(delta.logprobs)
+        broken = delta.first_index < 0 or logprob_count not in (0, len(delta.token_ids))
+        if broken or delta.first_index + len(delta.token_ids) > self.limits.max_token_count:
+            return self.fail(EngineError("The worker sent tokens that were not asked for."))
+        choice.add(delta)
+        if delta.HasField("finish") and delta.first_index + len(delta.token_ids) == choice.received:
+            error = _error_of_finish(delta.finish.reason)
+            if error is not None:
+                return self.fail(error)
+            choice.finish, choice.worker_ended = delta.finish.reason, True
+            choice.stop_token_id = delta.finish.stop_token_id if delta.finish.HasField("stop_token_id") else None
+        unread = sum(c.unread_logprob_bytes + (c.received - c.handed) * _BYTES_PER_TOKEN for c in self.choices)
+        if unread > self.limits.unread_bytes:
+            return self.fail(SlowReader("The client reads too slowly."))
+        return []
+
+    def _on_gap(self, choice: ChoiceTokens) -> list[Action]:
+        bound, place = self.binding, (choice.index, choice.received)
+        if bound is None:
+            return []
+        if self._gap_at == place:
+            # The worker no longer has what is missing.
+            return self._run_elsewhere(WorkerLost("The worker lost tokens of the answer."), self.heard_at)
+        self._gap_at = place
+        return [Reattach(bound.instance)]
+
+    def _on_failed(self, failed: worker_service_pb2.Failed, now: float) -> list[Action]:
+        error = error_of(failed.reason, failed.detail or "The worker failed.")
+        if not failed.retryable:
+            return self.fail(error)
+        return self._run_elsewhere(error, now)
+
+    def _run_elsewhere(self, error: MillraceError, now: float) -> list[Action]:
+        bound, self.binding = self.binding, None
+        if bound is not None:
+            self._floor = max(self._floor, bound.epoch + 1)
+        for choice in self.choices:
+            if choice.finish is None and choice.received >= self.limits.max_token_count:
+                choice.finish = common_pb2.FINISH_REASON_LENGTH
+        cancel: list[Action] = [SendCancel(bound.instance, bound.epoch)] if bound is not None else []
+        if self.produced:
+            return cancel
+        if now >= self.limits.deadline:
+            return cancel + self.expire()
+        spent = self.attempt >= MAX_ATTEMPTS or self.deaths >= POISON_DEATHS
+        if spent or (self.delivered_any and not self.limits.resumes):
+            return cancel + self.fail(error)
+        self.attempt += 1
+        self.queued_at = self.heard_at = now
+        handed = any(choice.handed or choice.closed for choice in self.choices)
+        for choice in self.choices:
+            choice.rebase(keep=handed)
+        return [*cancel, Readmit(self.attempt, self._prefix())]
+
+    def _prefix(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        open_choices = [c for c in self.choices if c.finish is None and not c.stopped]
+        if len(open_choices) == len(self.choices) and not any(c.base for c in self.choices):
+            return ()
+        return tuple((c.index, tuple(c.token_ids[: c.base])) for c in open_choices)
+
+    def _cancel_running(self) -> list[Action]:
+        if self.binding is None or self._worker_ended:
+            return []
+        return [SendCancel(self.binding.instance, self.binding.epoch)]
+
+    @property
+    def _worker_ended(self) -> bool:
+        return all(choice.worker_ended for choice in self.choices)
+
+    def _room(self, choice: ChoiceTokens) -> int:
+        room = choice.acked + UNACKED_TOKENS - choice.handed
+        if self.budget is None:
+            return room
+        left = self.budget - sum(c.handed for c in self.choices)
+        if left <= 0 and self.budget_exhausted and not (choice.finish is not None and choice.handed == choice.received):
+            choice.cut(common_pb2.FINISH_REASON_BUDGET)
+        return min(room, left)
+
+    def _fresh_prompt_logprobs(self, choice: ChoiceTokens) -> tuple[common_pb2.PositionLogprobs, ...]:
+        if choice.index != 0 or self._prompt_logprobs is None or self._prompt_logprobs_handed:
+            return ()
+        self._prompt_logprobs_handed = True
+        return self._prompt_logprobs
+
+
+def _error_of_finish(reason: common_pb2.FinishReason.ValueType) -> MillraceError | None:
+    if reason == common_pb2.FINISH_REASON_EXPIRED:
+        return DeadlineExceeded("The deadline passed before the answer was complete.")
+    if reason == common_pb2.FINISH_REASON_CANCELLED:
+        return Cancelled("The request was cancelled.")
+    if reason in (common_pb2.FINISH_REASON_ERROR, common_pb2.FINISH_REASON_UNSPECIFIED):
+        return EngineError("The engine could not compute this request.")
+    return None
+
+
+def _error_of_record(record: RequestRecord) -> MillraceError:
+    state = int(record.terminal_state or 0)
+    if state == common_pb2.TERMINAL_STATE_EXPIRED:
+        return DeadlineExceeded("The deadline passed before the answer was complete.")
+    if state == common_pb2.TERMINAL_STATE_CANCELLED:
+        return Cancelled("The request was cancelled.")
+    return error_of(record.error_reason or "WORKER_LOST", "The request was ended elsewhere.")
