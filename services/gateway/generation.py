@@ -95,7 +95,10 @@ class Generation(Protocol):
         ...
 
     async def finish(
-        self, state: common_pb2.TerminalState.ValueType, finish_reason: common_pb2.FinishReason.ValueType, error_reason: str = ""
+        self,
+        state: common_pb2.TerminalState.ValueType,
+        finish_reason: common_pb2.FinishReason.ValueType,
+        error_reason: str = "",
     ) -> common_pb2.TokenUsage:
         """End the request: cancel what still runs, outbox → finish → settle. Returns the billed usage. Idempotent."""
         ...

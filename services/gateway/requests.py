@@ -380,7 +380,7 @@ def _error_of_finish(reason: common_pb2.FinishReason.ValueType) -> MillraceError
 
 
 def _error_of_record(record: RequestRecord) -> MillraceError:
-    state = int(record.terminal_state or 0)
+    state: object = record.terminal_state
     if state == common_pb2.TERMINAL_STATE_EXPIRED:
         return DeadlineExceeded("The deadline passed before the answer was complete.")
     if state == common_pb2.TERMINAL_STATE_CANCELLED:

@@ -1,0 +1,134 @@
+"""What is served now: cards, tokenizers and templates of the workers in the registry. Keeps the last known good.
+
+A tokenizer is fetched once per digest, checked against it and bounded in size. Never runs a model; never decides
+where a request goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import grpc
+import structlog
+from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
+
+from services.common.admission_types import WorkerRecord
+from services.common.errors import ModelNotFound, NoWorker
+from services.common.grpc_client import open_channel
+from services.gateway.chat_template import template_of
+from services.gateway.generation import ServedModel
+from services.gateway.tokenizer import Tokenizer, TokenizerError, load_tokenizer
+
+MAX_TOKENIZER_BYTES = 67_108_864
+CALL_TIMEOUT_S = 10.0
+RETRY_AFTER_S = 1.0
+
+_Version = tuple[str, str]
+
+
+class CardError(Exception):
+    """A worker's card or tokenizer cannot be used; one sentence."""
+
+
+class WorkerDirectory:
+    """Served models by name; refreshed with each reading of the registry."""
+
+    def __init__(self, load: Callable[[worker_service_pb2.ModelCard, bytes], Tokenizer] = load_tokenizer) -> None:
+        self._load = load
+        self._known: dict[_Version, ServedModel] = {}
+        self._workers: dict[str, _Version] = {}
+        self._defaults: dict[str, str] = {}
+        self._tokenizers: dict[bytes, Tokenizer] = {}
+        self._bad: dict[str, str] = {}
+
+    def models(self) -> list[ServedModel]:
+        """Every served version, the default version of each model first."""
+        served = set(self._workers.values())
+        order = sorted(served, key=lambda v: (v[0], self._defaults.get(v[0]) != v[1], v[1]))
+        return [self._known[version] for version in order]
+
+    def resolve(self, name: str) -> ServedModel:
+        """`model` or `model@version`. Raises ModelNotFound; NoWorker when nothing serves it at the moment."""
+        model, _, version = name.partition("@")
+        if not self._known:
+            raise NoWorker("No model is served yet.", retry_after_s=RETRY_AFTER_S)
+        found = self._known.get((model, version or self._defaults.get(model, "")))
+        if found is None:
+            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", param="model")
+        if (model, found.card.model.version) not in self._workers.values():
+            raise NoWorker(f"No worker serves `{name[:128]}` at the moment.", retry_after_s=RETRY_AFTER_S)
+        return found
+
+    async def update(self, records: Sequence[WorkerRecord]) -> None:
+        """Take the registry's view: learn new versions, forget workers that left. Blocks for the calls to new ones."""
+        for record in records:
+            if (record.model, record.version) not in self._known and record.instance not in self._bad:
+                await self._learn(record)
+        self._workers = {
+            r.instance: (r.model, r.version)
+            for r in records
+            if (r.model, r.version) in self._known and r.instance not in self._bad
+        }
+        self._bad = {instance: why for instance, why in self._bad.items() if instance in {r.instance for r in records}}
+        self._choose_defaults()
+
+    async def _learn(self, record: WorkerRecord) -> None:
+        log = structlog.get_logger().bind(worker=record.instance, model=record.model, version=record.version)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                served = await self._fetch(record)
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            log.warning("model_card_failed", error=type(error).__name__)
+        except (CardError, TokenizerError) as error:
+            self._bad[record.instance] = str(error)
+            log.error("model_card_refused", error=str(error))
+        else:
+            self._known[record.model, record.version] = served
+            log.info("model_known", max_model_len=served.card.max_model_len)
+
+    async def _fetch(self, record: WorkerRecord) -> ServedModel:
+        async with open_channel(record.address) as channel:
+            stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
+            card = (await stub.GetModelCard(worker_service_pb2.GetModelCardRequest())).card
+            _check_card(card, record)
+            tokenizer = self._tokenizers.get(card.tokenizer_digest)
+            if tokenizer is None:
+                data = await _fetch_tokenizer(stub, card)
+                tokenizer = await asyncio.to_thread(self._load, card, data)
+                self._tokenizers[card.tokenizer_digest] = tokenizer
+        return ServedModel(record.pool, card, tokenizer, template_of(card))
+
+    def _choose_defaults(self) -> None:
+        # The default stays where it is as long as anybody serves it; else the version with most workers, then the newest.
+        counts = Counter(self._workers.values())
+        for model in {model for model, _ in counts}:
+            if (model, self._defaults.get(model, "")) not in counts:
+                versions = [(count, version) for (name, version), count in counts.items() if name == model]
+                self._defaults[model] = max(versions)[1]
+
+
+def _check_card(card: worker_service_pb2.ModelCard, record: WorkerRecord) -> None:
+    if (card.model.model, card.model.version) != (record.model, record.version):
+        raise CardError("the card names another model than the registry")
+    if card.max_model_len < 1 or card.vocab_size < 1 or card.block_size < 1:
+        raise CardError("the card has no usable sizes")
+
+
+async def _fetch_tokenizer(
+    stub: worker_service_pb2_grpc.WorkerServiceAsyncStub, card: worker_service_pb2.ModelCard
+) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    request = worker_service_pb2.GetTokenizerRequest(tokenizer_digest=card.tokenizer_digest)
+    async for response in stub.GetTokenizer(request):
+        size += len(response.chunk)
+        if size > MAX_TOKENIZER_BYTES:
+            raise CardError(f"the tokenizer is larger than {MAX_TOKENIZER_BYTES} bytes")
+        chunks.append(response.chunk)
+    data = b"".join(chunks)
+    if data and hashlib.sha256(data).digest() != card.tokenizer_digest:
+        raise CardError("the tokenizer does not match its digest")
+    return data
