@@ -65,6 +65,10 @@ class GatewayHub:
         self._sessions: dict[str, _Session] = {}
         self._empty = asyncio.Event()
 
+    def check(self, request: EngineRequest) -> None:
+        """Raise NeverFitsError or another EngineError for a request that could never run here."""
+        self._engine.check(request)
+
     def submit(self, stream: RequestStream, request: EngineRequest) -> None:
         """Take an attempt of an attached gateway. Raises StaleEpochError; returns at once."""
         older = self._table.admit(stream)

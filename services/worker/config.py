@@ -74,7 +74,8 @@ def _not_negative(text: str) -> float:
     return value
 
 
-def _name(text: str) -> str:
+def parse_name(text: str) -> str:
+    """A name that may stand in keys and in `model@version`. Raises ValueError."""
     if not text or len(text) > 128 or any(c in "{}@:, " or not c.isprintable() for c in text):
         raise ValueError("expected 1 to 128 printable characters without spaces or any of {}@:,")
     return text
@@ -89,9 +90,9 @@ class WorkerConfig:
     advertise: str = setting("", help="address that routers and gateways dial; empty means the bound one")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
     model: str = setting("smollm2-135m", help="a known model, `echo`, or the path of a GGUF file or folder")
-    model_name: str = setting("", parse=_name, help="name to serve the model under; empty means its own")
-    model_version: str = setting("1", parse=_name, help="version of the model that this worker serves")
-    pool: str = setting("default", parse=_name, help="named pool that this worker takes work from")
+    model_name: str = setting("", parse=parse_name, help="name to serve the model under; empty means its own")
+    model_version: str = setting("1", parse=parse_name, help="version of the model that this worker serves")
+    pool: str = setting("default", parse=parse_name, help="named pool that this worker takes work from")
     engine: EngineSettings = setting(  # noqa: RUF009 - a field specifier over a frozen value
         EngineSettings(), parse=parse_engine, help="engine knobs, e.g. max_num_seqs=32,max_model_len=4096,dtype=float32"
     )

@@ -33,6 +33,7 @@ class SteppedEngine(Protocol):
     """The part of `engine.Engine` that the loop uses."""
 
     def add_request(self, request: EngineRequest, *, now: float) -> None: ...
+    def check_request(self, request: EngineRequest) -> None: ...
     def abort(self, request_id: str, *, epoch: int | None = None, choice: int | None = None) -> int: ...
     def step(self, now: float) -> list[EngineOutput]: ...
     def fail_all(self, error: str) -> list[EngineOutput]: ...
@@ -90,8 +91,12 @@ class EngineLoop:
         self._beat_at = self._clock.monotonic()
         self._thread.start()
 
+    def check(self, request: EngineRequest) -> None:
+        """Raise NeverFitsError or another EngineError for a request that the engine would refuse for itself."""
+        self._engine.check_request(request)
+
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request; a refusal of the engine comes back as a Rejection."""
+        """Queue a request; a later refusal of the engine comes back as a Rejection."""
         self._put([request])
 
     def abort(self, aborts: Iterable[Abort]) -> None:

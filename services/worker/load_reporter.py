@@ -38,7 +38,6 @@ class WorkerIdentity:
     model: common_pb2.ModelRef
     pool: Pool
     max_num_seqs: int
-    max_model_len: int
     block_size: int
     block_count: int
 

@@ -20,6 +20,7 @@ from services.common.errors import NotFound
 from services.common.telemetry import traceparent_of
 from services.worker import wire
 from services.worker.attach import GatewayHub
+from services.worker.engine.engine_config import EngineError, NeverFitsError
 from services.worker.engine.request import EngineRequest
 from services.worker.load_reporter import LoadBoard, WorkerIdentity
 from services.worker.requests import RequestTable, StaleEpochError
@@ -58,15 +59,15 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         hub: GatewayHub,
         board: LoadBoard,
         clock: Clock,
-        begin_drain: Callable[[float], None],
     ) -> None:
+        """`begin_drain(grace seconds)` is set by the app that runs this service."""
         self._identity = identity
         self._model = model
         self._table = table
         self._hub = hub
         self._board = board
         self._clock = clock
-        self._begin_drain = begin_drain
+        self.begin_drain: Callable[[float], None] = lambda grace_s: None
 
     async def GetModelCard(
         self, request: worker_service_pb2.GetModelCardRequest, context: grpc.aio.ServicerContext[object, object]
@@ -123,7 +124,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.DrainRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_service_pb2.DrainResponse:
         """Take no more work; what runs gets the grace."""
-        self._begin_drain(wire.seconds_of(request.grace))
+        self.begin_drain(wire.seconds_of(request.grace))
         return worker_service_pb2.DrainResponse(running_count=len(self._table.unfinished()))
 
     # --- Submit, step by step ------------------------------------------------------------------------------------
@@ -174,17 +175,15 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_INVALID, f"{error}.") from None
 
     def _check_room(self, entry: admission_pb2.AdmissionEntry, request: EngineRequest) -> None:
-        identity = self._identity
-        total = len(request.prompt_token_ids) + request.sampling.max_tokens
-        blocks = math.ceil(total / identity.block_size)
-        if total > identity.max_model_len or blocks > identity.block_count:
-            most = min(identity.max_model_len, identity.block_count * identity.block_size)
-            raise _Refused(
-                worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS, f"{total} tokens are asked for, {most} can be held."
-            )
+        try:
+            self._hub.check(request)
+        except NeverFitsError as error:
+            raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS, f"The {error}.") from None
+        except EngineError as error:
+            raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_INVALID, f"{error}.") from None
         older = self._table.get(entry.request_id)
         freed = older.slot_count if older is not None else 0
-        wanted = min(len(request.choices), identity.max_num_seqs)
+        wanted = min(len(request.choices), self._identity.max_num_seqs)
         if wanted > self._board.free_slots() + freed:
             raise _Refused(NO_ROOM, "The batch is full.")
         if self._prompt_blocks(request) > self._board.free_blocks() and self._table.slot_count > freed:

@@ -67,7 +67,7 @@ def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wa
     event.times.end_time.CopyFrom(_timestamp(now_wall))
     computed = (prompt if stream.started else 0) + stream.produced_count()
     state = common_pb2.TERMINAL_STATE_FAILED
-    return Terminal(entry.tenant, facts.request_id, facts.epoch, state, computed, event)  # type: ignore[arg-type]
+    return Terminal(entry.tenant, facts.request_id, facts.epoch, state, computed, event)
 
 
 class TerminalWriter:

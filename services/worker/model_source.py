@@ -1,0 +1,152 @@
+"""From the configured model to a runner and the card that describes it.
+
+The echo model never imports torch. Blocks while files are read. Called by wiring before anything else starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from pathlib import Path
+
+from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.lifecycle import StartupError
+from services.worker.config import WorkerConfig, parse_name
+from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
+from services.worker.engine.model_runner import ModelRunner, RunnerSpec
+from services.worker.service import ServedModel
+
+ECHO = "echo"
+ECHO_VOCABULARY = 32_000
+ECHO_MODEL_LEN = 32_768
+# Enough blocks for this many sequences of the longest kind, where num_blocks does not say otherwise.
+ECHO_LONG_SEQUENCES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A runner ready for its first step, its card, and what start-up says about memory."""
+
+    runner: ModelRunner
+    served: ServedModel
+    budget_text: str
+
+
+def load_model(config: WorkerConfig) -> LoadedModel:
+    """Load what MILLRACE_MODEL names. Raises StartupError with one plain sentence."""
+    return _echo(config) if config.model == ECHO else _torch(config)
+
+
+def manifest_digest(*parts: bytes) -> bytes:
+    """SHA-256 over length-prefixed parts: what pins one version of a model."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _echo(config: WorkerConfig) -> LoadedModel:
+    knobs = config.engine
+    length = knobs.max_model_len if knobs.max_model_len is not None else ECHO_MODEL_LEN
+    blocks = knobs.num_blocks
+    if blocks is None:
+        blocks = -(-length // knobs.block_size) * ECHO_LONG_SEQUENCES
+    spec = RunnerSpec(
+        vocab_size=ECHO_VOCABULARY,
+        max_model_len=length,
+        block_size=knobs.block_size,
+        num_blocks=blocks,
+        eos_token_ids=frozenset(),
+        deterministic=True,
+    )
+    step_s = config.echo_step_ms / 1e3
+    script = FakeScript(before_step=lambda decision: time.sleep(step_s))
+    card = worker_service_pb2.ModelCard(
+        max_model_len=length,
+        vocab_size=ECHO_VOCABULARY,
+        block_size=knobs.block_size,
+        block_count=blocks,
+        tokenizer_digest=hashlib.sha256(b"").digest(),
+        # `t31999 `
+        longest_token_byte_count=7,
+        deterministic=True,
+        owner="millrace",
+        runner="fake",
+        max_num_seqs=knobs.max_num_seqs,
+    )
+    _name(card, config, own_name=ECHO, model_digest=hashlib.sha256(b"millrace echo 1").digest(), dtype="none")
+    text = f"echo model: no weights, {blocks} KV blocks of {knobs.block_size} tokens, at most {length} a sequence"
+    return LoadedModel(FakeModelRunner(spec, script=script), ServedModel(card, b""), text)
+
+
+def _torch(config: WorkerConfig) -> LoadedModel:
+    # Here and not above: a worker of the echo model must not load torch.
+    from services.worker.models.errors import ModelLoadError
+    from services.worker.runtime.factory import LoadedCard, RunnerOptions, load_runner
+
+    knobs = config.engine
+    options = RunnerOptions(
+        model=config.model,
+        dtype=knobs.dtype,
+        kv_cache_dtype=knobs.kv_cache_dtype,
+        max_model_len=knobs.max_model_len,
+        max_num_seqs=knobs.max_num_seqs,
+        max_num_batched_tokens=knobs.max_num_batched_tokens,
+        gpu_memory_utilization=knobs.gpu_memory_utilization,
+        block_size=knobs.block_size,
+        num_blocks=knobs.num_blocks,
+        threads=knobs.threads,
+        kernel_cache_dir=Path(config.data_dir) / "kernels" if config.data_dir else None,
+    )
+    try:
+        loaded = load_runner(options)
+    except ModelLoadError as error:
+        raise StartupError(f"The model cannot be served: {error}.") from error
+    facts: LoadedCard = loaded.card
+    card = worker_service_pb2.ModelCard(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        block_size=facts.block_size,
+        block_count=facts.num_blocks,
+        eos_token_ids=sorted(facts.eos_token_ids),
+        bos_token_id=facts.bos_token_id,
+        add_bos=facts.add_bos,
+        chat_template=facts.chat_template,
+        tokenizer_digest=facts.tokenizer_digest,
+        longest_token_byte_count=facts.longest_token_bytes,
+        deterministic=facts.deterministic,
+        owner=facts.owner,
+        special_tokens=dict(facts.special_tokens),
+        runner="torch",
+        max_num_seqs=config.engine.max_num_seqs,
+    )
+    _name(card, config, own_name=facts.model_name, model_digest=facts.model_digest, dtype=facts.dtype)
+    return LoadedModel(loaded.runner, ServedModel(card, facts.tokenizer_json), facts.budget_text)
+
+
+def _name(
+    card: worker_service_pb2.ModelCard, config: WorkerConfig, *, own_name: str, model_digest: bytes, dtype: str
+) -> None:
+    name = config.model_name or own_name
+    try:
+        parse_name(name)
+    except ValueError as error:
+        raise StartupError(f"The model's own name {name!r} cannot be served; set MILLRACE_MODEL_NAME.") from error
+    card.model.CopyFrom(
+        common_pb2.ModelRef(
+            model=name,
+            version=config.model_version,
+            manifest_digest=manifest_digest(
+                model_digest,
+                card.tokenizer_digest,
+                card.chat_template.encode(),
+                dtype.encode(),
+                config.engine.kv_cache_dtype.encode(),
+                card.max_model_len.to_bytes(8, "big"),
+            ),
+        )
+    )

@@ -1,0 +1,262 @@
+"""Builds a worker from its settings: the only place that constructs its collaborators.
+
+Also owns the order of start, drain and stop. Called by __main__ and by tests that run services in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+from collections.abc import Coroutine
+
+import grpc
+import redis.asyncio as aioredis
+import structlog
+from millrace.worker.v1 import worker_service_pb2_grpc
+
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import Pool, WorkerRecord
+from services.common.clock import Clock, SystemClock
+from services.common.grpc_server import GrpcServer, start_server
+from services.common.lifecycle import StartupError, new_instance_id
+from services.common.metrics import Metrics, MetricsServer, start_metrics_server
+from services.common.redis_client import connect
+from services.worker.attach import GatewayHub
+from services.worker.attempt_records import AttemptRecorder
+from services.worker.config import WorkerConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine_loop import EngineLoop
+from services.worker.load_reporter import LoadBoard, LoadMetrics, RegistryLease, WorkerIdentity
+from services.worker.model_source import LoadedModel, load_model
+from services.worker.requests import RequestTable
+from services.worker.service import WorkerService
+from services.worker.streams import Failure
+from services.worker.terminals import TerminalWriter
+
+SERVICE_NAME = "millrace.worker.v1.WorkerService"
+CANARY_TIMEOUT_S = 120.0
+LAST_FRAMES_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """The collaborators of one worker, for its app and for tests that look inside.
+
+    `redis` is set when this worker opened it, and so closes it.
+    """
+
+    config: WorkerConfig
+    identity: WorkerIdentity
+    engine: EngineLoop
+    table: RequestTable
+    board: LoadBoard
+    hub: GatewayHub
+    terminals: TerminalWriter
+    metrics: Metrics
+    store: AdmissionStore
+    redis: aioredis.Redis | None
+    clock: Clock
+    canary_token_id: int
+    service: WorkerService
+
+
+class WorkerApp:
+    """One running worker."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self.parts = parts
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._server: GrpcServer | None = None
+        self._metrics_server: MetricsServer | None = None
+        self._lease: RegistryLease | None = None
+        self._task_died = False
+
+    @property
+    def instance(self) -> str:
+        return self.parts.identity.instance
+
+    @property
+    def address(self) -> str:
+        """Where others reach this worker, once started."""
+        config = self.parts.config
+        if config.advertise or self._server is None:
+            return config.advertise
+        host, _, port = self._server.address.rpartition(":")
+        return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]", "") else self._server.address  # noqa: S104
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of /metrics and /healthz; 0 before start."""
+        return self._metrics_server.port if self._metrics_server is not None else 0
+
+    def healthy(self) -> bool:
+        """The engine makes progress and no task of this process died."""
+        return self.parts.engine.healthy() and not self._task_died
+
+    async def start(self) -> None:
+        """Come up in order; ready only after a generated canary token. Raises StartupError."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new work at once, let running streams end within the grace, tell the rest, leave the registry."""
+        await self._end_streams(grace_s)
+        await self._end_task("lease")
+        if self._lease is not None:
+            await self._lease.end()
+
+    async def stop(self) -> None:
+        """Cut what is left and release everything. Safe after a failed start."""
+        parts = self.parts
+        for name in list(self._tasks):
+            await self._end_task(name)
+        parts.hub.close_sessions()
+        if self._server is not None:
+            await self._server.stop(0.5)
+        if not await parts.engine.stop():
+            structlog.get_logger().error("engine_thread_stuck")
+        if len(parts.terminals):
+            await parts.terminals.flush()
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
+        if parts.redis is not None:
+            await parts.redis.aclose()
+
+    def begin_drain(self, grace_s: float) -> None:
+        """Drain in the background, by RPC; the process stays until it is told to end."""
+        if "drain" not in self._tasks:
+            self._spawn("drain", self._end_streams(grace_s))
+
+    async def _start(self) -> None:
+        parts, config = self.parts, self.parts.config
+        self._metrics_server = await _metrics_server(self)
+        parts.engine.start(parts.hub.on_report)
+        try:
+            await parts.engine.canary(parts.canary_token_id, CANARY_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
+            raise StartupError("The engine did not generate its first token; see the log above.") from error
+        self._server = await start_server(config.grpc_listen, self._add_service, service_names=[SERVICE_NAME])
+        parts.board.started = True
+        await self._server.set_serving(True)
+        self._lease = RegistryLease(parts.store, self._record(), parts.clock)
+        self._spawn("lease", self._lease.run())
+        self._spawn("sweep", parts.hub.sweep())
+        self._spawn("terminals", parts.terminals.run())
+        structlog.get_logger().info("worker_ready", address=self.address, model=parts.identity.model.model)
+
+    async def _end_streams(self, grace_s: float) -> None:
+        parts = self.parts
+        parts.board.draining = True
+        parts.board.touch()
+        if self._server is not None:
+            await self._server.set_serving(False)
+        if not await parts.hub.wait_ended(grace_s):
+            parts.hub.fail_all(Failure("DRAINING", "The worker is leaving.", retryable=True))
+            await parts.hub.wait_ended(LAST_FRAMES_S)
+
+    def _add_service(self, server: grpc.aio.Server) -> None:
+        worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.parts.service, server)
+
+    def _record(self) -> WorkerRecord:
+        identity = self.parts.identity
+        model = identity.model
+        return WorkerRecord(
+            identity.instance, self.address, model.model, model.version, identity.pool, role="aggregated"
+        )
+
+    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
+        task = self._tasks[name] = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            structlog.get_logger().error("task_died", task=task.get_name(), exc_info=error)
+            self._task_died = True
+
+    async def _end_task(self, name: str) -> None:
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+def build(
+    config: WorkerConfig,
+    *,
+    clock: Clock | None = None,
+    store: AdmissionStore | None = None,
+    model: LoadedModel | None = None,
+    instance: str | None = None,
+) -> WorkerApp:
+    """A worker that is ready to start; loads the model when none is given. Raises StartupError."""
+    clock = clock if clock is not None else SystemClock()
+    loaded = model if model is not None else load_model(config)
+    card = loaded.served.card
+    identity = WorkerIdentity(
+        instance=instance if instance is not None else new_instance_id("worker"),
+        model=card.model,
+        pool=Pool(card.model.model, config.pool),
+        max_num_seqs=card.max_num_seqs,
+        block_size=card.block_size,
+        block_count=card.block_count,
+    )
+    redis = None
+    if store is None:
+        redis = connect(config.redis_url)
+        store = AdmissionStore(redis)
+    metrics = Metrics()
+    table = RequestTable()
+    engine = EngineLoop(_engine(config, loaded), clock=clock)
+    board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
+    terminals = TerminalWriter(store, clock)
+    hub = GatewayHub(
+        worker_instance=identity.instance,
+        table=table,
+        engine=engine,
+        board=board,
+        recorder=AttemptRecorder(metrics),
+        terminals=terminals,
+        clock=clock,
+    )
+    service = WorkerService(identity=identity, model=loaded.served, table=table, hub=hub, board=board, clock=clock)
+    token_id = card.bos_token_id if card.HasField("bos_token_id") else min(card.eos_token_ids, default=0)
+    app = WorkerApp(
+        WorkerParts(
+            config, identity, engine, table, board, hub, terminals, metrics, store, redis, clock, token_id, service
+        )
+    )
+    service.begin_drain = app.begin_drain
+    return app
+
+
+def _engine(config: WorkerConfig, loaded: LoadedModel) -> Engine:
+    knobs, model = config.engine, loaded.served.card.model
+    try:
+        return Engine(
+            loaded.runner,
+            EngineConfig(
+                model_version=f"{model.model}@{model.version}:{model.manifest_digest.hex()}",
+                max_num_seqs=knobs.max_num_seqs,
+                max_num_batched_tokens=knobs.max_num_batched_tokens,
+                max_prefill_chunk=knobs.max_prefill_chunk,
+            ),
+        )
+    except (ValueError, RuntimeError) as error:
+        raise StartupError(f"The engine cannot work with these settings: {error}.") from error
+
+
+async def _metrics_server(app: WorkerApp) -> MetricsServer:
+    listen = app.parts.config.metrics_listen
+    try:
+        return await start_metrics_server(
+            listen, app.parts.metrics, app.healthy, lambda: app.healthy() and app.parts.board.ready
+        )
+    except OSError as error:
+        raise StartupError(f"The address {listen} cannot be bound: is the port taken?") from error
