@@ -21,6 +21,12 @@ class Pool:
     def tag(self) -> str:
         return f"{self.model}/{self.pool}/{self.shard}"
 
+    @classmethod
+    def from_tag(cls, tag: str) -> Pool:
+        """The pool whose `tag` this is. Raises ValueError."""
+        model, pool, shard = tag.rsplit("/", 2)
+        return cls(model, pool, int(shard))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuotaLimits:
@@ -108,21 +114,25 @@ class RequestRecord:
     worker_instance: str
     gateway_instance: str
     attempt: int
-    terminal_state: common_pb2.TerminalState | None
+    terminal_state: common_pb2.TerminalState.ValueType | None
     error_reason: str = ""
+    tenant: str = ""
+    # Serialized UsageEvent (expired, nothing billed) that ends a request whose gateway is gone; empty once finished.
+    prebuilt_event: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Terminal:
     """Ask of `finish`: the terminal state and the event that goes to the usage stream if this caller wins.
 
-    `computed_tokens` trues up the tenant's virtual time; `epoch` fences a superseded producer.
+    `computed_tokens` trues up the tenant's virtual time. `epoch` fences a superseded worker; 0 is never fenced: the
+    gateway that owns the request, and the reaper in its place, pass 0.
     """
 
     tenant: str
     request_id: str
     epoch: int
-    state: common_pb2.TerminalState
+    state: common_pb2.TerminalState.ValueType
     computed_tokens: int
     event: usage_event_pb2.UsageEvent
 
@@ -132,7 +142,17 @@ class FinishResult:
     """`won` is true for the one caller whose terminal stands; the rest are the winner's values."""
 
     won: bool
-    state: common_pb2.TerminalState
+    state: common_pb2.TerminalState.ValueType
+    tenant: str
+    computed_tokens: int
+    billed_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A terminal whose reservation is still to be settled; an empty tenant means that nothing is known any more."""
+
+    request_id: str
     tenant: str
     computed_tokens: int
     billed_tokens: int

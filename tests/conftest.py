@@ -1,0 +1,32 @@
+"""Fixtures that every suite shares."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis.asyncio as aioredis
+
+from services.common.redis_client import connect
+from tests.helpers.redis import RedisProcess
+
+
+@pytest.fixture(scope="session")
+def redis_process() -> Iterator[RedisProcess]:
+    process = RedisProcess(append_only=False).start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def redis_server(redis_process: RedisProcess) -> RedisProcess:
+    """An empty Redis: one process for the whole run, flushed before each test."""
+    redis_process.flush()
+    return redis_process
+
+
+@pytest.fixture
+async def redis_client(redis_server: RedisProcess) -> AsyncIterator[aioredis.Redis]:
+    client = connect(redis_server.url)
+    yield client
+    await client.aclose()
