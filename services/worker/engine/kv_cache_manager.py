@@ -141,7 +141,7 @@ class KVCacheManager:
             self.copy_total += 1
         self._set_blocks(request, [*match.shared, *fresh])
         request.num_computed_tokens = match.num_computed_tokens
-        request.num_published_blocks = len(match.shared)
+        self._set_published(request, len(match.shared))
         for full_hash in self._hashes(request, request.num_tokens)[len(match.shared) :]:
             if pool.lookup(full_hash) is None:
                 self._computing.setdefault(full_hash, request)
@@ -163,7 +163,7 @@ class KVCacheManager:
             for index in range(request.num_published_blocks, full_blocks):
                 self.pool.publish(request.blocks[index], hashes[index])
                 self._stop_computing(request, hashes[index])
-        request.num_published_blocks = full_blocks
+        self._set_published(request, full_blocks)
 
     def free(self, request: Request) -> None:
         """Give back all blocks. Those published stay hittable until taken."""
@@ -174,7 +174,7 @@ class KVCacheManager:
         self.pool.release(request.blocks)
         self._set_blocks(request, [])
         request.num_computed_tokens = 0
-        request.num_published_blocks = 0
+        self._set_published(request, 0)
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(source, destination) pairs to copy before this step computes. Sources stay held until `end_step`."""
@@ -240,3 +240,7 @@ class KVCacheManager:
         request.blocks = blocks
         request.block_table = tuple(blocks)
         request.fits_tokens = len(blocks) * self.block_size
+
+    def _set_published(self, request: Request, full_blocks: int) -> None:
+        request.num_published_blocks = full_blocks
+        request.publish_at = (full_blocks + 1) * self.block_size

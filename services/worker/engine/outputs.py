@@ -1,12 +1,14 @@
 """The values that cross between scheduler, runner and shell: decisions and results, free of tensors.
 
 Owns nothing, decides nothing. The scheduler makes `SchedulerOutput`, the runner answers `ModelRunnerOutput`,
-the engine hands `EngineOutput` to the shell.
+the engine hands `EngineOutput` to the shell. What exists once a row and step is a NamedTuple: as a frozen dataclass
+it takes seven times as long to build, more than all the scheduling of the row.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from services.worker.engine.request import FinishReason, RequestKey, SamplingParams, TokenArray
 
@@ -37,8 +39,7 @@ class NewRequest:
     sampling: SamplingParams
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One row of a step.
 
     `token_ids` (num_scheduled,) are computed at positions `start … start + len - 1`; their keys and values go to
@@ -83,8 +84,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """What a step gave one row, in the order of `SchedulerOutput.scheduled`.
 
     `token_ids` is empty when the row did not sample. `logprobs` is empty or as long as `token_ids`.
@@ -106,8 +106,7 @@ class ModelRunnerOutput:
     rows: tuple[SampledRow, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineOutput:
+class EngineOutput(NamedTuple):
     """What one step tells the shell about one choice.
 
     `first_index` is the index of `token_ids[0]` among the choice's output tokens, counted from the first token of

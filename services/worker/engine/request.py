@@ -167,12 +167,14 @@ class Request:
         "fits_tokens",
         "group",
         "key",
+        "max_num_tokens",
         "num_computed_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_tokens",
         "priority_class",
+        "publish_at",
         "sampling",
         "sequence",
         "started",
@@ -200,6 +202,8 @@ class Request:
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(choice.output_token_ids)
+        # Prompt and output together when the choice ends by length.
+        self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self._buffer = np.empty(self.num_tokens + min(self.sampling.max_tokens, 64), dtype=np.int32)
         self._buffer[: self.num_prompt_tokens] = source.prompt_token_ids
         self._buffer[self.num_prompt_tokens : self.num_tokens] = choice.output_token_ids
@@ -214,6 +218,8 @@ class Request:
         self.fits_tokens = 0
         self.block_hashes: list[bytes] = []
         self.num_published_blocks = 0
+        # Computed tokens at which the next block is full.
+        self.publish_at = 0
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -223,11 +229,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Prompt and output together when the choice ends by length."""
-        return self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from operator import attrgetter
 
 from services.worker.engine.request import PriorityClass, Request
@@ -82,6 +83,12 @@ class RequestQueue:
     def charge(self, request: Request, tokens: int) -> None:
         """Add computed tokens to the tenant's virtual time."""
         self._virtual_tokens[request.tenant] += tokens / request.weight
+
+    def charge_one_each(self, requests: Iterable[Request]) -> None:
+        """Add one computed token for each of `requests`."""
+        virtual_tokens = self._virtual_tokens
+        for request in requests:
+            virtual_tokens[request.tenant] += 1.0 / request.weight
 
     def dispatched(self, request: Request) -> None:
         """The request starts to run: the floor follows its tenant's virtual time."""

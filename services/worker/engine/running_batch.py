@@ -29,6 +29,7 @@ class RunningBatch:
         self._members: list[Request] = []
         self._by_tenant: dict[str, int] = {}
         self._count = 0
+        self._batch_class_count = 0
 
     def __len__(self) -> int:
         return self._count
@@ -59,7 +60,7 @@ class RunningBatch:
 
     def has_batch_class(self) -> bool:
         """True when a BATCH request runs."""
-        return any(request.priority_class is PriorityClass.BATCH for request in self.worst_first())
+        return self._batch_class_count > 0
 
     def add(self, request: Request) -> None:
         """Give `request` a slot."""
@@ -67,6 +68,7 @@ class RunningBatch:
         insort(self._members, request, key=_by_rank)
         self._by_tenant[request.tenant] = self._held_by(request.tenant) + 1
         self._count += 1
+        self._batch_class_count += request.priority_class is PriorityClass.BATCH
 
     def remove(self, request: Request, *, state: RequestState) -> None:
         """Take the slot back; the request goes on as `state`. It leaves the order at the next `compact`."""
@@ -75,6 +77,7 @@ class RunningBatch:
         if not self._by_tenant[request.tenant]:
             del self._by_tenant[request.tenant]
         self._count -= 1
+        self._batch_class_count -= request.priority_class is PriorityClass.BATCH
 
     def compact(self) -> None:
         """Drop removed requests from the order. Call before a removed one may be added again."""
@@ -83,6 +86,7 @@ class RunningBatch:
 
     def promote(self, request: Request) -> None:
         """Lift a running request to INTERACTIVE."""
+        self._batch_class_count -= request.priority_class is PriorityClass.BATCH
         request.priority_class = PriorityClass.INTERACTIVE
         self._members.sort(key=_by_rank)
 
@@ -94,6 +98,8 @@ class RunningBatch:
         by_tenant: dict[str, int] = {}
         for request in running:
             by_tenant[request.tenant] = by_tenant.get(request.tenant, 0) + 1
+        batch_class = sum(request.priority_class is PriorityClass.BATCH for request in running)
+        assert batch_class == self._batch_class_count, "BATCH requests are miscounted"
         assert by_tenant == self._by_tenant, f"tenants run {by_tenant}, counted {self._by_tenant}"
 
     def _held_by(self, tenant: str) -> int:

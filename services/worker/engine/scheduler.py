@@ -121,7 +121,7 @@ class Scheduler:
         self._schedule_prefills(prefills)
         self._running.compact()
         self._admission.admit(self._builder)
-        self._counters.scheduled = sum(len(row.token_ids) for row in self._builder.rows)
+        self._counters.scheduled = self._config.max_num_batched_tokens - self._builder.budget
         return self._decision()
 
     def update(self, decision: SchedulerOutput, result: ModelRunnerOutput, *, now: float) -> list[EngineOutput]:
@@ -133,14 +133,24 @@ class Scheduler:
             raise RuntimeError(f"the runner answered {len(result.rows)} rows of {len(decision.scheduled)}")
         self.kv.end_step()
         outputs: list[EngineOutput] = []
+        decoded = 0
         for request, row, sampled in zip(self._builder.requests, decision.scheduled, result.rows, strict=True):
             if request.state is not RequestState.RUNNING:
                 continue
-            output = self._account(request, row, sampled)
-            if output is not None and output.finish_reason is not None:
+            output = stop_rules.apply_decode(request, row, sampled)
+            if output is None:
+                output = self._account(request, row, sampled)
+            else:
+                decoded += 1
+                if request.num_computed_tokens >= request.publish_at:
+                    self.kv.publish(request)
+            if output is None:
+                continue
+            if output.finish_reason is not None:
                 self._finish(request, output)
-            elif output is not None:
+            else:
                 outputs.append(output)
+        self._counters.decode += decoded
         if decision.scheduled or self._ended:
             self._idle_steps = 0
             self._progress_at = now
@@ -241,7 +251,7 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[Request]:
         """Rows of all requests with one token to compute; returns the others, best first."""
-        builder, queue = self._builder, self._queue
+        builder = self._builder
         prefills: list[Request] = []
         drafts = self._drafts() if self._speculation is not None else None
         for request in self._running:
@@ -257,8 +267,8 @@ class Scheduler:
             if proposed is not None and self.kv.grow(request, num_tokens + len(proposed)):
                 builder.add_drafts(request, proposed)
             else:
-                builder.add_chunk(request, 1)
-            queue.charge(request, 1)
+                builder.add_token(request)
+        self._queue.charge_one_each(builder.requests)
         return prefills
 
     def _drafts(self) -> dict[RequestKey, TokenArray]:
@@ -323,7 +333,7 @@ class Scheduler:
             self._counters.decode += accepted
             self._queue.charge(request, accepted)
             self._speculation.record(request.key, draft_count=row.draft_count, accepted_count=accepted)
-        if request.num_computed_tokens >= (request.num_published_blocks + 1) * self._spec.block_size:
+        if request.num_computed_tokens >= request.publish_at:
             self.kv.publish(request)
         return output
 

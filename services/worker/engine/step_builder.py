@@ -54,6 +54,14 @@ class StepBuilder:
         self.requests.append(request)
         self.budget -= size
 
+    def add_token(self, request: Request) -> None:
+        """Compute the newest token: `add_chunk` of one, for the many rows that decode."""
+        start = request.num_computed_tokens
+        token_ids = request.tokens(start, start + 1)
+        self.rows.append(ScheduledRequest(request.key, start, token_ids, request.block_table, True))
+        self.requests.append(request)
+        self.budget -= 1
+
     def add_drafts(self, request: Request, drafts: TokenArray) -> None:
         """Compute the newest token and verify `drafts` after it."""
         start = request.num_computed_tokens

@@ -1,0 +1,128 @@
+"""Microseconds of the scheduler per step, at 1, 64, 256 and 1,024 running requests, with no model behind it.
+
+Prints a table, and JSON with commit, machine and configuration to the file that `--json` names. Never run by tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine.model_runner import RunnerSpec
+from services.worker.engine.outputs import ModelRunnerOutput, SampledRow
+from services.worker.engine.request import EngineRequest, SamplingParams
+from services.worker.engine.scheduler import Scheduler
+
+_BLOCK_SIZE = 16
+_PROMPT_TOKENS = 512
+_WARMUP_STEPS = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Microseconds a step (schedule and update): by the wall, and of this thread's own time on a busy machine."""
+
+    running: int
+    wall_p50: float
+    wall_p99: float
+    cpu_p50: float
+    cpu_per_request: float
+
+
+def measure(running: int, *, steps: int) -> Result:
+    """Decode steps of `running` requests with one prompt each; the runner's answer is free."""
+    max_tokens = steps + _WARMUP_STEPS + 8
+    blocks = running * (2 + (_PROMPT_TOKENS + max_tokens) // _BLOCK_SIZE) + 64
+    spec = RunnerSpec(32_000, 65_536, _BLOCK_SIZE, blocks, frozenset(), deterministic=True)
+    config = EngineConfig(
+        model_version="bench@1",
+        max_num_seqs=running,
+        max_num_batched_tokens=running * (_PROMPT_TOKENS + 1),
+        max_prefill_chunk=512,
+    )
+    scheduler = Scheduler(spec, config)
+    rng = np.random.default_rng(0)
+    for index in range(running):
+        # Lengths differ, so that the requests do not all fill a block in the same step.
+        prompt = rng.integers(0, spec.vocab_size, _PROMPT_TOKENS - index % _BLOCK_SIZE).astype(np.int32)
+        sampling = SamplingParams(max_tokens=max_tokens, seed=index)
+        tenant = f"tenant-{index % 8}"
+        request = EngineRequest(f"r{index}", 1, prompt, sampling, tenant=tenant, cache_salt=tenant.encode())
+        scheduler.add(request, now=0.0)
+    token, nothing = SampledRow(token_ids=(7,)), SampledRow()
+    wall_us: list[float] = []
+    cpu_us: list[float] = []
+    decodes = 0
+    while decodes < steps + _WARMUP_STEPS:
+        clocks = (time.perf_counter_ns(), time.thread_time_ns())
+        decision = scheduler.schedule(0.0)
+        wall, cpu = time.perf_counter_ns() - clocks[0], time.thread_time_ns() - clocks[1]
+        result = ModelRunnerOutput(tuple([token if row.samples else nothing for row in decision.scheduled]))
+        clocks = (time.perf_counter_ns(), time.thread_time_ns())
+        scheduler.update(decision, result, now=0.0)
+        wall += time.perf_counter_ns() - clocks[0]
+        cpu += time.thread_time_ns() - clocks[1]
+        if len(decision.scheduled) == running and decision.num_tokens == running:
+            decodes += 1
+            if decodes > _WARMUP_STEPS:
+                wall_us.append(wall / 1000)
+                cpu_us.append(cpu / 1000)
+    wall_us.sort()
+    cpu_p50 = statistics.median(cpu_us)
+    return Result(
+        running=running,
+        wall_p50=round(statistics.median(wall_us), 1),
+        wall_p99=round(wall_us[int(len(wall_us) * 0.99)], 1),
+        cpu_p50=round(cpu_p50, 1),
+        cpu_per_request=round(cpu_p50 / running, 2),
+    )
+
+
+def commit() -> str:
+    """The commit measured, or "unknown" outside a checkout."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
+    arguments = parser.parse_args()
+    gc.freeze()
+    results = [measure(running, steps=arguments.steps) for running in arguments.running]
+    print(f"{'running':>8} {'schedule':>9} {'update':>9} {'step p50':>9} {'step p99':>9} {'a request':>9}  (µs)")
+    for each in results:
+        columns = [field.name for field in dataclasses.fields(Result)]
+    print(" ".join(f"{column:>15}" for column in columns), " (µs)")
+    for each in results:
+        print(" ".join(f"{value:>15}" for value in dataclasses.astuple(each)))
+    if arguments.json is not None:
+        report = {
+            "benchmark": "scheduler",
+            "commit": commit(),
+            "machine": {"python": platform.python_version(), "arch": platform.machine(), "cpus": os.cpu_count()},
+            "config": {"block_size": _BLOCK_SIZE, "prompt_tokens": _PROMPT_TOKENS, "steps": arguments.steps},
+            "results": [dataclasses.asdict(each) for each in results],
+        }
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
