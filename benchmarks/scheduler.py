@@ -107,9 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     gc.freeze()
     results = [measure(running, steps=arguments.steps) for running in arguments.running]
-    print(f"{'running':>8} {'schedule':>9} {'update':>9} {'step p50':>9} {'step p99':>9} {'a request':>9}  (µs)")
-    for each in results:
-        columns = [field.name for field in dataclasses.fields(Result)]
+    columns = [field.name for field in dataclasses.fields(Result)]
     print(" ".join(f"{column:>15}" for column in columns), " (µs)")
     for each in results:
         print(" ".join(f"{value:>15}" for value in dataclasses.astuple(each)))
