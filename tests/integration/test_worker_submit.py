@@ -1,0 +1,233 @@
+"""What a worker takes and refuses, and what it tells routers and gateways about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import grpc
+import pytest
+from millrace.common.v1 import admission_pb2, common_pb2
+from millrace.worker.v1 import worker_service_pb2 as pb
+
+from services.common.errors import InvalidRequest, NotFound
+from services.common.grpc_client import error_from_rpc
+from services.worker.engine.fake_model_runner import FakeModelRunner
+from services.worker.model_source import LoadedModel, load_model
+from services.worker.service import ServedModel
+from services.worker.wiring import build
+from tests.helpers.worker import (
+    GatewayClient,
+    RememberingStore,
+    WorkerRig,
+    echo_config,
+    entry,
+    running_worker,
+)
+
+WAIT_S = 20.0
+
+
+async def ready_gateway(rig: WorkerRig) -> GatewayClient:
+    gateway = await rig.gateway()
+    await rig.until(lambda: rig.app.parts.table.is_attached("gateway-1"))
+    return gateway
+
+
+def changed(**fields: object) -> admission_pb2.AdmissionEntry:
+    work = entry("r1")
+    work.MergeFrom(admission_pb2.AdmissionEntry(**fields))  # type: ignore[arg-type]
+    return work
+
+
+@pytest.mark.parametrize(
+    ("work", "options", "refusal"),
+    [
+        (entry("r1", gateway="gateway-9"), {}, pb.SUBMIT_REFUSAL_GATEWAY_NOT_ATTACHED),
+        (changed(model=common_pb2.ModelRef(version="2")), {}, pb.SUBMIT_REFUSAL_WRONG_VERSION),
+        (changed(model=common_pb2.ModelRef(model="other")), {}, pb.SUBMIT_REFUSAL_WRONG_VERSION),
+        (changed(tokenizer_digest=b"x" * 32), {}, pb.SUBMIT_REFUSAL_WRONG_VERSION),
+        (changed(adapter="lora"), {}, pb.SUBMIT_REFUSAL_UNKNOWN_ADAPTER),
+        (entry("r1"), {"remaining_s": 0.0}, pb.SUBMIT_REFUSAL_EXPIRED),
+        (entry("r1", max_tokens=510), {}, pb.SUBMIT_REFUSAL_NEVER_FITS),
+        (entry("r1", prompt=[]), {}, pb.SUBMIT_REFUSAL_INVALID),
+        (entry("r1", prompt=[32_000]), {}, pb.SUBMIT_REFUSAL_INVALID),
+        (entry("r1", choices=9), {}, pb.SUBMIT_REFUSAL_INVALID),
+        (entry("r1", temperature=float("nan")), {}, pb.SUBMIT_REFUSAL_INVALID),
+        (entry(""), {}, pb.SUBMIT_REFUSAL_INVALID),
+        (entry("r1"), {"epoch": 0}, pb.SUBMIT_REFUSAL_INVALID),
+    ],
+)
+async def test_each_refusal_has_its_type_and_leaves_nothing(
+    work: admission_pb2.AdmissionEntry, options: dict[str, float], refusal: int
+) -> None:
+    async with running_worker() as rig:
+        gateway = await ready_gateway(rig)
+
+        response = await gateway.submit(work, **options)
+
+        assert not response.accepted
+        assert response.refusal == refusal
+        assert response.detail
+        assert len(rig.app.parts.table) == 0
+        await gateway.close()
+    rig.assert_engine_empty()
+
+
+async def test_the_longest_request_that_fits_is_taken_and_one_token_more_is_not() -> None:
+    async with running_worker(config=echo_config(max_model_len=64)) as rig:
+        gateway = await ready_gateway(rig)
+
+        fits = await gateway.submit(entry("r1", prompt=[1] * 34, max_tokens=30))
+        over = await gateway.submit(entry("r2", prompt=[1] * 34, max_tokens=31))
+        await gateway.finished("r1")
+
+        assert fits.accepted
+        assert over.refusal == pb.SUBMIT_REFUSAL_NEVER_FITS
+        assert gateway.of("r1").finishes[0].usage.completion_token_count == 30
+        await gateway.close()
+
+
+async def test_a_full_batch_has_no_room_until_a_choice_ends() -> None:
+    async with running_worker(config=echo_config(step_ms=2, max_num_seqs=2)) as rig:
+        gateway = await ready_gateway(rig)
+        await gateway.submit(entry("r1", max_tokens=300))
+        await gateway.submit(entry("r2", max_tokens=10))
+
+        full = await gateway.submit(entry("r3", max_tokens=5))
+        await gateway.finished("r2")
+        after = await gateway.submit(entry("r3", max_tokens=5))
+
+        assert full.refusal == pb.SUBMIT_REFUSAL_NO_ROOM
+        assert after.accepted
+        await gateway.close()
+
+
+async def test_a_prompt_that_finds_too_few_free_blocks_has_no_room() -> None:
+    config = echo_config(step_ms=2, max_model_len=256, num_blocks=16)
+    async with running_worker(config=config) as rig:
+        gateway = await ready_gateway(rig)
+        await gateway.submit(entry("r1", prompt=list(range(150)), max_tokens=60))
+
+        refused = await gateway.submit(entry("r2", prompt=list(range(500, 650)), max_tokens=5))
+
+        assert refused.refusal == pb.SUBMIT_REFUSAL_NO_ROOM
+        await gateway.close()
+
+
+async def test_a_deadline_ends_the_work_as_expired() -> None:
+    async with running_worker(config=echo_config(step_ms=20)) as rig:
+        gateway = await ready_gateway(rig)
+
+        await gateway.submit(entry("r1", max_tokens=400), remaining_s=0.2)
+        await gateway.finished("r1")
+
+        assert gateway.of("r1").finishes[0].reason == common_pb2.FINISH_REASON_EXPIRED
+        await gateway.close()
+
+
+async def test_the_card_says_what_is_served() -> None:
+    async with running_worker() as rig:
+        gateway = await ready_gateway(rig)
+
+        response = await gateway.stub.GetModelCard(pb.GetModelCardRequest(), timeout=WAIT_S)
+
+        card = response.card
+        assert (card.model.model, card.model.version, card.runner) == ("echo", "1", "fake")
+        assert (card.vocab_size, card.max_model_len, card.block_count) == (32_000, 512, 512)
+        assert card.deterministic
+        assert len(card.model.manifest_digest) == 32
+        assert response.worker_instance == rig.app.instance
+        await gateway.close()
+
+
+async def test_a_tokenizer_larger_than_a_chunk_comes_whole_and_another_digest_is_not_found() -> None:
+    config = echo_config()
+    data = bytes(range(256)) * 10_000
+    model = load_model(config)
+    card = model.served.card
+    card.tokenizer_digest = hashlib.sha256(data).digest()
+    model = LoadedModel(FakeModelRunner(model.runner.spec), ServedModel(card, data), "")
+    app = build(config, store=RememberingStore(), model=model)  # type: ignore[arg-type]
+    await app.start()
+    gateway = GatewayClient(app.address)
+
+    chunks = [
+        message.chunk
+        async for message in gateway.stub.GetTokenizer(pb.GetTokenizerRequest(tokenizer_digest=card.tokenizer_digest))
+    ]
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        _ = [m async for m in gateway.stub.GetTokenizer(pb.GetTokenizerRequest(tokenizer_digest=b"other"))]
+
+    assert b"".join(chunks) == data
+    assert max(map(len, chunks)) == 1 << 20
+    assert isinstance(error_from_rpc(refused.value), NotFound)
+    await gateway.close()
+    await app.stop()
+
+
+async def test_attach_without_hello_is_an_invalid_request() -> None:
+    async with running_worker() as rig:
+        gateway = GatewayClient(rig.app.address)
+        call = gateway.stub.Attach(iter([pb.AttachRequest(ack=pb.Ack())]))
+
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+
+        assert isinstance(error_from_rpc(refused.value), InvalidRequest)
+        await gateway.close()
+
+
+async def test_watch_tells_room_at_once_and_again_when_it_changes() -> None:
+    async with running_worker(config=echo_config(step_ms=5, max_num_seqs=4)) as rig:
+        gateway = await ready_gateway(rig)
+        call = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"))
+        first = await call.read()
+
+        await gateway.submit(entry("r1", max_tokens=100, choices=3))
+        busy = await call.read()
+        while busy.free_slot_count == 4:
+            busy = await call.read()
+        gateway.cancel("r1")
+        idle = await call.read()
+        while idle.free_slot_count < 4:
+            idle = await call.read()
+
+        assert (first.free_slot_count, first.ready, first.draining) == (4, True, False)
+        assert list(first.attached_gateways) == ["gateway-1"]
+        assert not first.HasField("progress_age")
+        assert (busy.free_slot_count, busy.in_flight_count) == (1, 1)
+        assert idle.sequence > busy.sequence > first.sequence
+        call.cancel()
+        await gateway.close()
+
+
+async def test_watch_speaks_each_second_even_when_nothing_changes() -> None:
+    async with running_worker() as rig:
+        gateway = await ready_gateway(rig)
+        call = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"))
+
+        async with asyncio.timeout(10):
+            sequences = [(await call.read()).sequence for _ in range(3)]
+
+        assert sequences == sorted(set(sequences))
+        call.cancel()
+        await gateway.close()
+
+
+async def test_the_worker_registers_its_address_and_outlives_an_absent_redis() -> None:
+    async with running_worker() as rig:
+        gateway = await ready_gateway(rig)
+        await rig.until(lambda: rig.app.instance in rig.store.workers)
+
+        rig.store.away = True
+        response = await gateway.submit(entry("r1", max_tokens=20))
+        await gateway.finished("r1")
+
+        record = rig.store.workers[rig.app.instance]
+        assert record.address == rig.app.address
+        assert (record.model, record.version, record.role, record.pool.tag) == ("echo", "1", "aggregated", "echo/default/0")
+        assert response.accepted
+        await gateway.close()
+
+
