@@ -80,11 +80,17 @@ class ChoiceTokens:
 
     def cut(self, reason: common_pb2.FinishReason.ValueType) -> None:
         """End the choice at exactly what was handed on."""
+        self.drop_unread()
+        self.finish = reason
+
+    def drop_unread(self) -> None:
+        """Forget what was not handed on, and the end if it was not."""
         del self.token_ids[self.handed :]
         self._logprobs.clear()
         self.unread_logprob_bytes = 0
-        self.finish = reason
-        self.stop_token_id = None
+        if not self.finish_handed:
+            self.finish = None
+            self.stop_token_id = None
 
     def restart(self) -> None:
         """Forget what the current attempt sent (nothing of it was handed on)."""

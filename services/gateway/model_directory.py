@@ -23,7 +23,7 @@ from services.gateway.generation import ServedModel
 from services.gateway.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 MAX_TOKENIZER_BYTES = 67_108_864
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1.0
 
 _Version = tuple[str, str]
@@ -41,7 +41,7 @@ class WorkerDirectory:
         self._known: dict[_Version, ServedModel] = {}
         self._workers: dict[str, _Version] = {}
         self._defaults: dict[str, str] = {}
-        self._tokenizers: dict[bytes, Tokenizer] = {}
+        self._tokenizers: dict[tuple[bytes, int], Tokenizer] = {}
         self._bad: dict[str, str] = {}
 
     def models(self) -> list[ServedModel]:
@@ -94,15 +94,16 @@ class WorkerDirectory:
             stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
             card = (await stub.GetModelCard(worker_service_pb2.GetModelCardRequest())).card
             _check_card(card, record)
-            tokenizer = self._tokenizers.get(card.tokenizer_digest)
+            key = (card.tokenizer_digest, card.vocab_size)
+            tokenizer = self._tokenizers.get(key)
             if tokenizer is None:
                 data = await _fetch_tokenizer(stub, card)
                 tokenizer = await asyncio.to_thread(self._load, card, data)
-                self._tokenizers[card.tokenizer_digest] = tokenizer
+                self._tokenizers[key] = tokenizer
         return ServedModel(record.pool, card, tokenizer, template_of(card))
 
     def _choose_defaults(self) -> None:
-        # The default stays where it is as long as anybody serves it; else the version with most workers, then the newest.
+        # The default stays while anybody serves it; then the version with most workers, then the newest.
         counts = Counter(self._workers.values())
         for model in {model for model, _ in counts}:
             if (model, self._defaults.get(model, "")) not in counts:

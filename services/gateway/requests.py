@@ -166,6 +166,11 @@ class RequestCore:
             self.error = error
         return self._cancel_running()
 
+    def drop_unread(self) -> None:
+        """Hand nothing more on: another may have ended the request already."""
+        for choice in self.choices:
+            choice.drop_unread()
+
     def end(self) -> list[Action]:
         """The front is finished with the request: whatever still runs is cancelled."""
         self.ended = True

@@ -1,0 +1,281 @@
+"""Admits requests: reserve at the tenant, enqueue at the pool, all or nothing; and cancels them by id.
+
+Owns the order of admission and its undoing. Never decides limits (scripts do) and never touches tokens after the
+entry is written. Implements the seam's Generator; called by the front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Protocol
+
+from millrace.common.v1 import admission_pb2, common_pb2
+from opentelemetry import trace
+
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import KeyRecord, Pool, PoolCaps, Refusal, Reserve
+from services.common.block_hash import chain_hashes, pack_tokens, root_hash, truncated
+from services.common.clock import Clock
+from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker, StoreUnavailable, error_of
+from services.common.lifecycle import new_ulid
+from services.common.metrics import Metrics
+from services.common.telemetry import traceparent_of, tracer
+from services.gateway.generation import Generation, ValidRequest
+from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
+from services.gateway.metering import ClientLabels, length_class
+from services.gateway.request_metrics import RequestMeter, label_of
+from services.gateway.requests import BUDGET_LEASE_TOKENS, RequestCore, RequestLimits
+from services.gateway.tasks import Tasks
+
+RETRY_AFTER_S = 1.0
+# Above this many prompt tokens the block hashes are computed in a thread.
+_THREAD_TOKENS = 8_192
+_ULID_CHARS = 26
+_REFUSALS = {
+    "REQUESTS_PER_MINUTE": "The limit of requests per minute is reached.",
+    "TOKENS_PER_MINUTE": "The limit of tokens per minute is reached.",
+    "CONCURRENT_REQUESTS": "The limit of concurrent requests is reached.",
+    "QUEUE_SHARE": "Too many requests of this tenant are queued.",
+    "BUDGET_EXHAUSTED": "The token budget is used up.",
+    "QUEUE_FULL": "The queue of this model is full.",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """This gateway's own part of every entry. `cache_secret` never leaves the process."""
+
+    gateway_instance: str
+    cache_secret: bytes
+    caps: PoolCaps
+
+
+class Workers(Protocol):
+    """The part of the worker pool that admission asks."""
+
+    def serves(self, model: str, version: str) -> bool: ...
+
+
+class RemoteCancel(Protocol):
+    """Tells another gateway to cancel a request it owns."""
+
+    async def send(self, gateway_instance: str, tenant: str, request_id: str) -> bool:
+        """False when that gateway does not listen."""
+        ...
+
+
+class AdmissionGenerator:
+    """The seam's Generator. `gate` answers why nothing new may start now, or None."""
+
+    def __init__(
+        self,
+        store: AdmissionStore,
+        table: LiveTable,
+        workers: Workers,
+        remote: RemoteCancel,
+        settings: AdmissionSettings,
+        metrics: Metrics,
+        *,
+        gate: Callable[[], MillraceError | None],
+    ) -> None:
+        self._store = store
+        self._table = table
+        self._workers = workers
+        self._remote = remote
+        self._settings = settings
+        self._metrics = metrics
+        self._gate = gate
+        self._clock: Clock = table.clock
+        self._tasks = Tasks()
+
+    async def start(self, key: KeyRecord, request: ValidRequest) -> Generation:
+        """Reserve and enqueue. Raises a MillraceError of limits, queue or store; nothing is then left behind."""
+        received_at = self._clock.monotonic()
+        model = request.model.card.model
+        span = tracer().start_span("gateway.request", kind=trace.SpanKind.SERVER, attributes=_attributes(key, request))
+        try:
+            closed = self._gate()
+            if closed is not None:
+                raise closed
+            if not self._workers.serves(model.model, model.version):
+                raise NoWorker(f"No worker serves `{model.model}` at the moment.", retry_after_s=RETRY_AFTER_S)
+            live = await self._prepare(key, request, span, received_at)
+            with trace.use_span(span), tracer().start_as_current_span("admission.enqueue"):
+                await self._admit(live)
+        except BaseException as error:
+            reason = error.row.reason if isinstance(error, MillraceError) else "CANCELLED"
+            self._metrics.refusals_total.labels(reason).inc()
+            span.set_attribute("error.type", reason)
+            span.end()
+            raise
+        return live
+
+    async def cancel(self, key: KeyRecord, request_id: str) -> bool:
+        """Cancel a request of the key's tenant, wherever it runs; False when it had ended. Raises NotFound."""
+        if len(request_id) != _ULID_CHARS or not request_id.isalnum() or not request_id.isascii():
+            raise NotFound("There is no such request.")
+        if self._table.get(request_id) is not None:
+            return self.cancel_local(key.tenant, request_id)
+        where = await self._store.get_where(key.tenant, request_id)
+        if where is None:
+            raise NotFound("There is no such request.")
+        return await self._remote.send(where[1], key.tenant, request_id)
+
+    def cancel_local(self, tenant: str, request_id: str) -> bool:
+        """Cancel a live request of this gateway; False when it had ended. Raises NotFound for another tenant's."""
+        live = self._table.get(request_id)
+        if live is None:
+            return False
+        if live.facts.key.tenant != tenant:
+            raise NotFound("There is no such request.")
+        if live.core.done or live.core.error is not None:
+            return False
+        self._table.fail(live, Cancelled("The request was cancelled."))
+        return True
+
+    async def close(self) -> None:
+        """Drop background work."""
+        await self._tasks.close()
+
+    async def _prepare(
+        self, key: KeyRecord, request: ValidRequest, span: trace.Span, received_at: float
+    ) -> LiveRequest:
+        if len(request.prompt_token_ids) > _THREAD_TOKENS:
+            entry = await asyncio.to_thread(self._entry, key, request)
+        else:
+            entry = self._entry(key, request)
+        entry.traceparent = traceparent_of(span)
+        span.set_attribute("millrace.request_id", entry.request_id)
+        facts = RequestFacts(
+            key, request.model.pool, entry, ClientLabels(request.user, request.metadata), span, received_at
+        )
+        sampling = request.sampling
+        most = sampling.max_token_count * sampling.choice_count
+        limits = RequestLimits(
+            choice_count=sampling.choice_count,
+            max_token_count=sampling.max_token_count,
+            deadline=received_at + request.timeout_s,
+            resumes=request.resume_policy != common_pb2.RESUME_POLICY_FAIL,
+            budget_tokens=min(BUDGET_LEASE_TOKENS, most) if key.limits.budget_tokens is not None else None,
+        )
+        meter = RequestMeter(self._metrics, _labels(entry, self._metrics), received_at)
+        return LiveRequest(facts, RequestCore(limits, now=received_at), self._table, meter)
+
+    async def _admit(self, live: LiveRequest) -> None:
+        facts, limits = live.facts, live.core.limits
+        tenant, prompt = facts.key.tenant, len(facts.entry.token_ids)
+        most = limits.max_token_count * limits.choice_count
+        ask = Reserve(
+            tenant, facts.request_id, prompt + most, prompt + min(BUDGET_LEASE_TOKENS, most), facts.key.limits
+        )
+        try:
+            refusal = await self._store.reserve(ask)
+            if refusal is not None:
+                raise _refused(refusal)
+        except (StoreUnavailable, asyncio.CancelledError):
+            self._tasks.spawn(self._release(tenant, facts.request_id), name="release")
+            raise
+        self._table.add(live)
+        remaining_ms = int((limits.deadline - self._clock.monotonic()) * 1000)
+        try:
+            answer = await self._store.enqueue(
+                facts.pool, facts.entry, self._settings.caps, remaining_ms=max(1, remaining_ms)
+            )
+        except BaseException as error:
+            # It may stand in the queue: end it the way of every admitted request, behind the caller's back.
+            self._tasks.spawn(self._undo(live, error), name="undo-admission")
+            raise
+        if isinstance(answer, Refusal):
+            self._table.forget(live)
+            await self._release(tenant, facts.request_id)
+            raise _refused(answer)
+        live.position = answer.position
+        live.admitted = True
+        live.watch_deadline()
+        self._tasks.spawn(self._set_where(live), name="set-where")
+
+    async def _undo(self, live: LiveRequest, error: BaseException) -> None:
+        if isinstance(error, MillraceError):
+            state, reason = common_pb2.TERMINAL_STATE_FAILED, error.row.reason
+        else:
+            state, reason = common_pb2.TERMINAL_STATE_CANCELLED, ""
+        await live.finish(state, common_pb2.FINISH_REASON_ERROR, reason)
+
+    async def _release(self, tenant: str, request_id: str) -> None:
+        # A reservation that cannot be released expires by itself.
+        try:
+            await self._store.release(tenant, request_id)
+        except StoreUnavailable:
+            return
+
+    async def _set_where(self, live: LiveRequest) -> None:
+        try:
+            facts = live.facts
+            await self._store.set_where(facts.key.tenant, facts.request_id, facts.pool, self._settings.gateway_instance)
+        except StoreUnavailable:
+            return
+
+    def _entry(self, key: KeyRecord, request: ValidRequest) -> admission_pb2.AdmissionEntry:
+        card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
+        salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + key.tenant.encode(), hashlib.sha256)
+        return admission_pb2.AdmissionEntry(
+            request_id=new_ulid(self._clock.wall()),
+            tenant=key.tenant,
+            key_id=key.key_id,
+            project=key.project,
+            model=card.model,
+            pool=_pool_ref(pool),
+            priority_class=request.priority_class,
+            length_class=length_class(len(prompt), request.sampling.max_token_count),
+            tokenizer_digest=card.tokenizer_digest,
+            token_ids=prompt,
+            sampling=request.sampling,
+            gateway_instance=self._settings.gateway_instance,
+            cache_salt=salt,
+            block_hashes=_block_hashes(request, salt),
+            resume_policy=request.resume_policy,
+            weight=key.weight,
+            attempt=1,
+        )
+
+
+def _block_hashes(request: ValidRequest, salt: bytes) -> list[int]:
+    card = request.model.card
+    version = f"{card.model.model}@{card.model.version}:{card.model.manifest_digest.hex()}"
+    root = root_hash(model_version=version, adapter_digest=b"", tenant_salt=salt)
+    hashes = chain_hashes(root, pack_tokens(request.prompt_token_ids), block_size=card.block_size)
+    return [truncated(full) for full in hashes]
+
+
+def _pool_ref(pool: Pool) -> common_pb2.PoolRef:
+    return common_pb2.PoolRef(model=pool.model, pool=pool.pool, shard=pool.shard)
+
+
+def _refused(refusal: Refusal) -> MillraceError:
+    error = error_of(refusal.reason, _REFUSALS.get(refusal.reason, "The request was refused."))
+    error.retry_after_s = max(1.0, refusal.retry_after_ms / 1000)
+    return error
+
+
+def _labels(entry: admission_pb2.AdmissionEntry, metrics: Metrics) -> tuple[str, str, str, str, str]:
+    return (
+        entry.model.model,
+        entry.model.version,
+        label_of(common_pb2.PriorityClass.Name(entry.priority_class)),
+        label_of(common_pb2.LengthClass.Name(entry.length_class)),
+        metrics.tenant_label(entry.tenant),
+    )
+
+
+def _attributes(key: KeyRecord, request: ValidRequest) -> dict[str, str | int]:
+    return {
+        "gen_ai.operation.name": "chat" if request.model.template is not None else "text_completion",
+        "gen_ai.request.model": request.model.card.model.model,
+        "gen_ai.request.max_tokens": request.sampling.max_token_count,
+        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
+        "millrace.tenant": key.tenant,
+    }

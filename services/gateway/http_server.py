@@ -1,0 +1,92 @@
+"""The HTTP server inside the gateway's event loop: sockets first, then uvicorn without signals or lifespan.
+
+A client that does not read stops the writer at 16 KiB, which is what "delivered" is measured by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.common.lifecycle import StartupError
+
+WRITE_HIGH_WATER_BYTES = 16_384
+KEEP_ALIVE_S = 75
+BACKLOG = 2_048
+
+
+class _Protocol(HttpToolsProtocol):
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Signals belong to the process (lifecycle.run).
+        yield
+
+
+def listen(address: str) -> socket.socket:
+    """A bound, listening socket for `host:port` (0 = any) or `unix:/path`. Raises StartupError."""
+    try:
+        if address.startswith("unix:"):
+            opened = socket.socket(socket.AF_UNIX)
+            opened.bind(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            host = host.strip("[]")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            opened = socket.socket(family)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind((host, int(port)))
+        opened.listen(BACKLOG)
+    except OSError as error:
+        raise StartupError(f"The address {address} cannot be bound ({error.strerror}): is the port taken?") from error
+    opened.setblocking(False)
+    return opened
+
+
+class HttpServer:
+    """A running HTTP server."""
+
+    def __init__(self, app: ASGIApp, opened: socket.socket) -> None:
+        self._socket = opened
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound port; 0 for a unix socket."""
+        name = self._socket.getsockname()
+        return int(name[1]) if isinstance(name, tuple) else 0
+
+    def start(self) -> None:
+        """Serve in the background."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http-server")
+
+    async def stop(self) -> None:
+        """Close idle connections and give running answers one second."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()

@@ -1,0 +1,63 @@
+"""Latency and outcome metrics of one request, by the catalogue's labels. No decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
+
+from services.common.metrics import Metrics
+from services.gateway.choice_tokens import ChoiceTokens
+
+
+def label_of(enum_name: str) -> str:
+    """`PRIORITY_CLASS_BATCH` → `batch`, `TERMINAL_STATE_COMPLETED` → `completed`."""
+    return enum_name.split("_", 2)[-1].lower()
+
+
+class RequestMeter:
+    """Observes one request from body to last byte. Times are monotonic seconds."""
+
+    def __init__(self, metrics: Metrics, labels: tuple[str, str, str, str, str], received_at: float) -> None:
+        self._metrics = metrics
+        self._labels = labels
+        self._received_at = received_at
+        self._started_at: float | None = None
+        self._first_at: float | None = None
+        self._last_at: float | None = None
+        self._delivered = 0
+
+    def accepted(self, now: float) -> None:
+        """A worker took the request."""
+        self._metrics.queue_seconds.labels(*self._labels).observe(now - self._received_at)
+
+    def started(self, now: float) -> None:
+        """Prefill began."""
+        self._started_at = now
+
+    def delivered(self, now: float, choices: Sequence[ChoiceTokens]) -> None:
+        """The front wrote tokens."""
+        total = sum(choice.delivered for choice in choices)
+        if total <= self._delivered:
+            return
+        if self._first_at is None:
+            self._first_at = now
+            self._metrics.ttft_seconds.labels(*self._labels).observe(now - self._received_at)
+            if self._started_at is not None:
+                self._metrics.prefill_seconds.labels(*self._labels).observe(now - self._started_at)
+        elif self._last_at is not None:
+            self._metrics.itl_seconds.labels(*self._labels).observe(now - self._last_at)
+        self._last_at, self._delivered = now, total
+
+    def ended(self, now: float, event: usage_event_pb2.UsageEvent) -> None:
+        """The request reached its terminal state."""
+        model, version, *_, tenant = self._labels
+        state = label_of(common_pb2.TerminalState.Name(event.terminal_state))
+        self._metrics.requests_total.labels(model, version, state, tenant).inc()
+        self._metrics.e2e_seconds.labels(*self._labels).observe(now - self._received_at)
+        if self._first_at is not None and self._last_at is not None:
+            self._metrics.decode_seconds.labels(*self._labels).observe(self._last_at - self._first_at)
+            if self._delivered > 1:
+                gap = (self._last_at - self._first_at) / (self._delivered - 1)
+                self._metrics.tpot_seconds.labels(*self._labels).observe(gap)

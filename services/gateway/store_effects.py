@@ -1,0 +1,123 @@
+"""What the live requests ask of Redis and of the workers, done in the background. Implements `Effects`.
+
+While Redis is away it tries again until the request has ended; running streams do not notice.
+"""
+
+from __future__ import annotations
+
+from millrace.common.v1 import admission_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import Ownership, Pool, PoolCaps, Refusal
+from services.common.clock import Clock
+from services.common.errors import StoreUnavailable
+from services.gateway.live_requests import LiveRequest, LiveTable
+from services.gateway.outbox import OutboxRecord
+from services.gateway.publisher import UsagePublisher
+from services.gateway.requests import Own, Readmit
+from services.gateway.tasks import Tasks
+from services.gateway.worker_pool import WorkerPool
+
+RETRY_S = 0.5
+
+
+class StoreEffects:
+    """Runs each effect as a task of its own; ownership is written in batches."""
+
+    def __init__(
+        self, store: AdmissionStore, table: LiveTable, pool: WorkerPool, publisher: UsagePublisher, caps: PoolCaps
+    ) -> None:
+        self._store = store
+        self._table = table
+        self._pool = pool
+        self._publisher = publisher
+        self._caps = caps
+        self._clock: Clock = table.clock
+        self._tasks = Tasks()
+        self._owning: dict[Pool, dict[str, Ownership]] = {}
+
+    def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None:
+        """Tell the worker, where there is a stream to it."""
+        self._pool.cancel(instance, request_id, epoch, choice)
+
+    def confirm(self, instance: str, entry: worker_service_pb2.AckEntry) -> None:
+        """Send the last ack."""
+        self._pool.confirm(instance, entry)
+
+    def reattach(self, instance: str) -> None:
+        """Open the stream again from what is held."""
+        self._pool.reopen(instance)
+
+    def own(self, request: LiveRequest, action: Own) -> None:
+        """Record who runs the request."""
+        pool = request.facts.pool
+        if not self._owning:
+            self._tasks.spawn(self._write_ownership(), name="own")
+        ownership = Ownership(request.request_id, action.binding.epoch, action.binding.instance)
+        self._owning.setdefault(pool, {})[request.request_id] = ownership
+
+    def readmit(self, request: LiveRequest, action: Readmit) -> None:
+        """Queue the request again."""
+        self._tasks.spawn(self._readmit(request, action), name="readmit")
+
+    def renew_budget(self, request: LiveRequest, tokens: int) -> None:
+        """Lease more of the budget."""
+        self._tasks.spawn(self._renew_budget(request, tokens), name="renew-budget")
+
+    async def publish(self, request: LiveRequest, record: OutboxRecord) -> None:
+        """Outbox first; the rest follows in the background."""
+        await self._publisher.add(request.facts.pool, record)
+
+    async def close(self) -> None:
+        """Drop what still runs."""
+        await self._tasks.close()
+
+    async def _write_ownership(self) -> None:
+        while self._owning:
+            pool = next(iter(self._owning))
+            owned = [o for o in self._owning[pool].values() if self._table.get(o.request_id) is not None]
+            self._owning[pool] = {}
+            try:
+                await self._store.own(pool, owned)
+            except StoreUnavailable:
+                self._owning[pool] = {o.request_id: o for o in owned} | self._owning[pool]
+                await self._clock.sleep(RETRY_S)
+            if not self._owning[pool]:
+                del self._owning[pool]
+
+    async def _readmit(self, request: LiveRequest, action: Readmit) -> None:
+        entry = admission_pb2.AdmissionEntry()
+        entry.CopyFrom(request.facts.entry)
+        entry.attempt = action.attempt
+        for choice, token_ids in action.prefix:
+            entry.prefix.add(choice=choice, token_ids=token_ids)
+        while not self._over(request, action.attempt):
+            remaining_ms = int((request.core.limits.deadline - self._clock.monotonic()) * 1000)
+            try:
+                answer = await self._store.enqueue(
+                    request.facts.pool, entry, self._caps, readmit=True, remaining_ms=max(1, remaining_ms)
+                )
+            except StoreUnavailable:
+                await self._clock.sleep(RETRY_S)
+                continue
+            if isinstance(answer, Refusal) and not self._over(request, action.attempt):
+                self._table.perform(request, request.core.on_superseded())
+            return
+
+    def _over(self, request: LiveRequest, attempt: int) -> bool:
+        core = request.core
+        return core.ended or core.error is not None or core.attempt != attempt
+
+    async def _renew_budget(self, request: LiveRequest, tokens: int) -> None:
+        key = request.facts.key
+        try:
+            granted = await self._store.renew_budget(key.tenant, request.request_id, tokens, key.limits.budget_tokens)
+        except StoreUnavailable:
+            # Running streams go on while Redis is away.
+            granted = tokens
+        finally:
+            request.renewing = False
+        request.core.on_budget(granted)
+        request.wake.set()
+        self._table.ask_budget(request)
