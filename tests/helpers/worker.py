@@ -253,8 +253,9 @@ class WorkerRig:
         return await GatewayClient(self.app.address, instance).attach()
 
     async def until(self, condition: Callable[[], bool]) -> None:
+        """Poll: the worker under test has no signal for what tests look at."""
         async with asyncio.timeout(WAIT_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
     def assert_engine_empty(self) -> None:

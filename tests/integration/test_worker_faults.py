@@ -13,7 +13,7 @@ from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.common.clock import SystemClock
-from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
+from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.engine.request import RequestKey
 from tests.helpers.worker import GatewayClient, WorkerRig, echo_config, echo_tokens, entry, running_worker

@@ -237,7 +237,7 @@ async def test_cancelling_one_choice_leaves_the_others_running() -> None:
         await asyncio.to_thread(gate.held.wait, 10)
 
         gateway.cancel("r1", choice=1)
-        # The cancel is in the engine's inbox once the server has read it; a round trip on the stream's channel shows it.
+        # Once the server has read the cancel it lies in the inbox of the held engine.
         await rig.until(lambda: any(getattr(c, "choice", None) == 1 for c in rig.app.parts.engine._inbox))
         gate.open.set()
         await gateway.finished("r1")

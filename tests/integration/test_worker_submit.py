@@ -226,8 +226,11 @@ async def test_the_worker_registers_its_address_and_outlives_an_absent_redis() -
 
         record = rig.store.workers[rig.app.instance]
         assert record.address == rig.app.address
-        assert (record.model, record.version, record.role, record.pool.tag) == ("echo", "1", "aggregated", "echo/default/0")
+        assert (record.model, record.version, record.role, record.pool.tag) == (
+            "echo",
+            "1",
+            "aggregated",
+            "echo/default/0",
+        )
         assert response.accepted
         await gateway.close()
-
-
