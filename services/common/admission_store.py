@@ -155,8 +155,8 @@ class AdmissionStore:
         args = (router_instance, min(count, BATCH), CLAIM_LEASE_MS, AGING_MS)
         reply = await self._run("claim", [pool_key(pool, "q")], *args)
         return [
-            Claimed(member.decode(), int(number), int(remaining), admission_pb2.AdmissionEntry.FromString(body))
-            for member, number, remaining, body in reply
+            Claimed(member.decode(), number, remaining, admission_pb2.AdmissionEntry.FromString(body), waited)
+            for member, number, remaining, waited, body in reply
         ]
 
     async def renew_claims(self, pool: Pool, claim_ids: Sequence[str]) -> None:

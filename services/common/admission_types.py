@@ -84,6 +84,8 @@ class Claimed:
     claim_number: int
     remaining_ms: int
     entry: admission_pb2.AdmissionEntry
+    # Milliseconds since this attempt was admitted.
+    waited_ms: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

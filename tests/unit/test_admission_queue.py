@@ -54,7 +54,7 @@ async def test_an_entry_comes_out_as_it_went_in(store: AdmissionStore, time: Sto
 
     assert queued == Queued("1-1", 0)
     assert claim.entry == entry
-    assert (claim.claim_number, claim.remaining_ms) == (1, 4_000)
+    assert (claim.claim_number, claim.remaining_ms, claim.waited_ms) == (1, 4_000, 1_000)
 
 
 async def test_positions_count_what_is_ahead_of_the_class(store: AdmissionStore) -> None:

@@ -1,4 +1,5 @@
--- ARGV: now router count lease_ms aging_ms. Returns a list of {claim id, claim number, remaining ms, entry}.
+-- ARGV: now router count lease_ms aging_ms. Returns a list of {claim id, claim number,
+-- remaining ms, ms since admission, entry}.
 local router, count, lease_ms, aging_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local MAX_EXPIRED = 16
 local WEIGHTS = {interactive = 8, batch = 1}
@@ -9,7 +10,7 @@ local function take(r, class, tenant, entry, body)
   local member = class .. '|' .. tenant .. '|' .. entry .. '|' .. number
   call('ZADD', LEASE, now + lease_ms, member)
   call('HSET', req(r.id), 'state', 'claimed', 'claim', member, 'router', router)
-  out[#out + 1] = {member, number, tonumber(r.deadline) - now, body}
+  out[#out + 1] = {member, number, tonumber(r.deadline) - now, now - tonumber(r.since), body}
 end
 
 for _, member in ipairs(call('ZRANGEBYSCORE', LEASE, '-inf', now, 'LIMIT', 0, count)) do

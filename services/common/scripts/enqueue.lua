@@ -80,7 +80,7 @@ local deadline = ARGV[8] ~= '' and now + tonumber(ARGV[8]) or tonumber(ARGV[7])
 if deadline == 0 then deadline = now + 3600000 end
 call('HSET', req(id), 'state', 'queued', 'stream', stream, 'entry', entry, 'cls', class, 'tenant', tenant,
   'cost', cost, 'size', #body, 'weight', weight, 'charged', r and r.charged or 0, 'claims', claims,
-  'epoch', attempt > 1 and claims * 256 or 0, 'deadline', deadline, 'gw', ARGV[9], 'attempt', attempt,
+  'epoch', attempt > 1 and claims * 256 or 0, 'deadline', deadline, 'since', now, 'gw', ARGV[9], 'attempt', attempt,
   'event', ARGV[12], 'owner', '', 'admitted', entry, 'position', behind)
 call('HSET', LIVE, id, ARGV[9])
 return {entry, behind}

@@ -6,7 +6,7 @@
 -- Re-admitted entries are in w:front:<tenant> with an expired lease, so they are served before fresh ones.
 local Q, T, LEASE, LIVE = P .. 'q', P .. 'tq', P .. 'lease', P .. 'live'
 local NAMES = {'state', 'stream', 'entry', 'claim', 'cls', 'tenant', 'cost', 'size', 'weight', 'charged', 'epoch',
-  'claims', 'deadline', 'attempt', 'terminal', 'computed', 'billed'}
+  'claims', 'deadline', 'since', 'attempt', 'terminal', 'computed', 'billed'}
 local FINISHED_TTL_MS = 1800000
 local EXPIRED_STATE = 4
 
