@@ -39,20 +39,20 @@ class Watchdogs:
         directory: WorkerDirectory,
         *,
         gateway_instance: str,
-        address: str,
     ) -> None:
         self._store = store
         self._table = table
         self._pool = pool
         self._directory = directory
         self._instance = gateway_instance
-        self._address = address
+        self._address = ""
         self._clock: Clock = table.clock
         self._tasks = Tasks()
         self.store_reachable = False
 
-    def start(self) -> None:
-        """Begin all loops."""
+    def start(self, address: str) -> None:
+        """Begin all loops; `address` is where other gateways reach this one."""
+        self._address = address
         self._tasks.spawn(self._every(LEASE_RENEWAL_S, self.renew_lease), name="gateway-lease")
         self._tasks.spawn(self._every(REGISTRY_S, self.read_registry), name="registry")
         self._tasks.spawn(self._every(REQUEST_CHECK_S, self.check_requests), name="check-requests")
