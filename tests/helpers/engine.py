@@ -32,9 +32,9 @@ def tokens(*token_ids: int) -> TokenArray:
     return np.array(token_ids, dtype=np.int32)
 
 
-def prompt(length: int, *, seed: int = 0) -> TokenArray:
-    """A prompt that shares no block with one of another seed."""
-    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).astype(np.int32)
+def prompt(length: int, *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> TokenArray:
+    """The first `length` tokens of the seed's sequence: a shorter prompt is a prefix of a longer one."""
+    return np.random.default_rng(seed).integers(0, vocab_size, 4096).astype(np.int32)[:length]
 
 
 def echoes(request_id: str, count: int, *, choice: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:

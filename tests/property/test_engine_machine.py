@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from services.worker.engine.engine_config import NeverFitsError
 from services.worker.engine.proposer import NgramProposer
@@ -21,113 +29,155 @@ from tests.helpers.engine import (
     echoes,
     make_request,
     make_spec,
+    prompt,
+    tokens,
 )
 
-TENANTS = ["a", "b", "c"]
+VOCAB_SIZE = 3
 # Any choice ends within this many steps of the last arrival: prefill by single tokens, for all, several times over.
 STEP_LIMIT = 4000
+
+
+def own_sequence(request_id: str, choice: int, count: int) -> list[int]:
+    """What a choice must say in this vocabulary."""
+    return echoes(request_id, count, choice=choice, vocab_size=VOCAB_SIZE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An engine too small for comfort."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    budget: int
+    chunk: int
+    cap: int | None
+    slot_cap: int | None
+    reserved: int
+    drafts: int
+    aging: float
+    bypass: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request to come: `received` tokens are known from an earlier attempt, `fails_at` is its row's fault."""
+
+    length: int
+    prefix: int
+    max_tokens: int
+    n: int
+    received: int
+    tenant: str
+    priority: PriorityClass
+    is_salted: bool
+    prompt_logprob_count: int | None
+    lifetime: float | None
+    fails_at: int | None
+
+
+SHAPES = st.builds(
+    Shape,
+    num_blocks=st.integers(3, 24),
+    block_size=st.sampled_from([1, 2, 4]),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.integers(2, 24),
+    chunk=st.integers(1, 12),
+    cap=st.none() | st.integers(2, 12),
+    slot_cap=st.none() | st.integers(1, 3),
+    reserved=st.integers(0, 3),
+    drafts=st.integers(0, 3),
+    aging=st.sampled_from([0.01, 30.0]),
+    bypass=st.integers(0, 3),
+)
+ARRIVALS = st.builds(
+    Arrival,
+    length=st.integers(1, 30),
+    prefix=st.sampled_from([0, 1, 2]),
+    max_tokens=st.integers(1, 12),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    received=st.sampled_from([0, 0, 0, 1, 3]),
+    tenant=st.sampled_from(["a", "b", "c"]),
+    priority=st.sampled_from(list(PriorityClass)),
+    is_salted=st.booleans(),
+    prompt_logprob_count=st.sampled_from([None, None, 0]),
+    lifetime=st.none() | st.floats(0.001, 0.1),
+    fails_at=st.none() | st.none() | st.integers(0, 11),
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Arrivals, aborts, steps and time over one engine; the rig checks invariants and block contents each step."""
 
-    @initialize(
-        num_blocks=st.integers(3, 24),
-        block_size=st.sampled_from([1, 2, 4]),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(2, 24),
-        chunk=st.integers(1, 12),
-        cap=st.none() | st.integers(2, 12),
-        slot_cap=st.none() | st.integers(1, 3),
-        reserved=st.integers(0, 3),
-        drafts=st.integers(0, 3),
-        aging=st.sampled_from([0.01, 30.0]),
-        bypass=st.integers(0, 3),
-    )
-    def build(
-        self, num_blocks, block_size, max_num_seqs, budget, chunk, cap, slot_cap, reserved, drafts, aging, bypass
-    ) -> None:
+    live: Bundle[str] = Bundle("live")
+
+    @initialize(shape=SHAPES)
+    def build(self, shape: Shape) -> None:
         limits = {
-            "a": TenantLimits(max_blocks=cap, max_slots=slot_cap),
-            "b": TenantLimits(reserved_blocks=min(reserved, num_blocks - 1), reserved_slots=min(1, max_num_seqs - 1)),
+            "a": TenantLimits(max_blocks=shape.cap, max_slots=shape.slot_cap),
+            "b": TenantLimits(
+                reserved_blocks=min(shape.reserved, shape.num_blocks - 1), reserved_slots=min(1, shape.max_num_seqs - 1)
+            ),
         }
         self.errors: set[tuple[RequestKey, int]] = set()
         self.rig = EngineRig(
             # A vocabulary this small repeats itself, so that drafts are sometimes right and prompts sometimes meet.
-            spec=make_spec(num_blocks=num_blocks, block_size=block_size, vocab_size=3, max_model_len=200),
+            spec=make_spec(
+                num_blocks=shape.num_blocks, block_size=shape.block_size, vocab_size=VOCAB_SIZE, max_model_len=200
+            ),
             script=FakeScript(row_error=lambda key, index: "boom" if (key, index) in self.errors else None),
             proposer=NgramProposer(max_ngram=2, min_ngram=1),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(budget, max_num_seqs),
-            max_prefill_chunk=chunk,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=max(shape.budget, shape.max_num_seqs),
+            max_prefill_chunk=shape.chunk,
             tenant_limits=limits,
-            max_draft_count=drafts,
-            aging_seconds=aging,
-            max_bypass_count=bypass,
+            max_draft_count=shape.drafts,
+            aging_seconds=shape.aging,
+            max_bypass_count=shape.bypass,
         )
         self.count = 0
         self.expected: dict[RequestKey, int] = {}
         self.aborted: set[str] = set()
         self.expiring: set[str] = set()
 
-    live = Bundle("live")
-
-    @rule(
-        target=live,
-        length=st.integers(1, 30),
-        prefix=st.sampled_from([0, 1, 2]),
-        max_tokens=st.integers(1, 12),
-        n=st.sampled_from([1, 1, 1, 2, 3]),
-        received=st.sampled_from([0, 0, 0, 1, 3]),
-        tenant=st.sampled_from(TENANTS),
-        priority=st.sampled_from(list(PriorityClass)),
-        salted=st.booleans(),
-        wants_logprobs=st.sampled_from([False, False, True]),
-        deadline=st.none() | st.floats(0.001, 0.1),
-        fails_at=st.none() | st.integers(0, 11),
-    )
-    def arrive(
-        self, length, prefix, max_tokens, n, received, tenant, priority, salted, wants_logprobs, deadline, fails_at
-    ):
+    @rule(target=live, arrival=ARRIVALS)
+    def arrive(self, arrival: Arrival) -> MultipleResults[str] | str:
         request_id = f"r{self.count}"
         self.count += 1
-        received = min(received, max_tokens)
-        choices = tuple(
-            Choice(index, np.array(echoes(request_id, received, choice=index, vocab_size=3), dtype=np.int32))
-            for index in range(n)
-        )
+        received = min(arrival.received, arrival.max_tokens)
+        choices = tuple(Choice(index, tokens(*own_sequence(request_id, index, received))) for index in range(arrival.n))
         request = make_request(
             request_id,
-            np.random.default_rng(prefix).integers(0, 3, length).astype(np.int32),
+            prompt(arrival.length, seed=arrival.prefix, vocab_size=VOCAB_SIZE),
             sampling=SamplingParams(
-                max_tokens=max_tokens, seed=0, prompt_logprob_count=0 if wants_logprobs else None
+                max_tokens=arrival.max_tokens, seed=0, prompt_logprob_count=arrival.prompt_logprob_count
             ),
-            tenant=tenant,
-            priority_class=priority,
-            deadline=None if deadline is None else self.rig.now + deadline,
+            tenant=arrival.tenant,
+            priority_class=arrival.priority,
+            choices=choices,
+            cache_salt=arrival.tenant.encode() if arrival.is_salted else b"",
+            deadline=None if arrival.lifetime is None else self.rig.now + arrival.lifetime,
         )
-        request = dataclasses.replace(request, choices=choices)
-        if not salted:
-            request = dataclasses.replace(request, cache_salt=b"")
         try:
             self.rig.add(request)
         except NeverFitsError:
             return multiple()
-        if deadline is not None:
+        if arrival.lifetime is not None:
             self.expiring.add(request_id)
-        if fails_at is not None:
-            self.errors.add((RequestKey(request_id, 0, 1), fails_at))
+        if arrival.fails_at is not None:
+            self.errors.add((RequestKey(request_id, 0, 1), arrival.fails_at))
         for choice in choices:
             self.expected[RequestKey(request_id, choice.index, 1)] = received
         return request_id
 
     @rule(request_id=consumes(live), choice=st.none() | st.integers(0, 2))
-    def abort(self, request_id, choice) -> None:
+    def abort(self, request_id: str, choice: int | None) -> None:
         self.rig.engine.abort(request_id, choice=choice)
         self.aborted.add(request_id)
 
     @rule(count=st.integers(1, 8), seconds=st.sampled_from([0.001, 0.02]))
-    def step(self, count, seconds) -> None:
+    def step(self, count: int, seconds: float) -> None:
         self.rig.step(count, seconds=seconds)
 
     @invariant()
@@ -147,7 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check(self, key: RequestKey, received: int) -> None:
         outputs = self.rig.outputs[key]
         got = [token_id for output in outputs for token_id in output.token_ids]
-        wanted = echoes(key.request_id, received + len(got), choice=key.choice, vocab_size=3)[received:]
+        wanted = own_sequence(key.request_id, key.choice, received + len(got))[received:]
         assert got == wanted, f"{key} got {got}, its own sequence is {wanted}"
         assert outputs[0].first_index == received
         reason = outputs[-1].finish_reason
