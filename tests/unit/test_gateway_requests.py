@@ -1,0 +1,382 @@
+"""The request core, rule by rule (PROTOCOL §4, §5, §7)."""
+
+from __future__ import annotations
+
+import pytest
+from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2 as pb
+
+from services.common.admission_types import RequestPhase, RequestRecord
+from services.common.errors import DeadlineExceeded, EngineError, SlowReader, WorkerLost
+from services.gateway.requests import Binding, Own, Readmit, Reattach, RequestCore, RequestLimits, SendCancel
+
+A, B = "worker-a", "worker-b"
+
+
+def make_core(**limits: object) -> RequestCore:
+    values = {"choice_count": 1, "max_token_count": 100, "deadline": 60.0, **limits}
+    return RequestCore(RequestLimits(**values), now=0.0)  # type: ignore[arg-type]
+
+
+def accepted(epoch: int) -> pb.Event:
+    return pb.Event(request_id="r", epoch=epoch, accepted=pb.Accepted())
+
+
+def delta(epoch: int, first: int, *ids: int, choice: int = 0, finish: int | None = None) -> pb.Event:
+    event = pb.Event(request_id="r", epoch=epoch)
+    event.delta.choice = choice
+    event.delta.first_index = first
+    event.delta.token_ids.extend(ids)
+    if finish is not None:
+        event.delta.finish.reason = common_pb2.FinishReason.ValueType(finish)
+    return event
+
+
+def failed(epoch: int, reason: str, *, retryable: bool) -> pb.Event:
+    return pb.Event(request_id="r", epoch=epoch, failed=pb.Failed(reason=reason, retryable=retryable))
+
+
+def record(phase: RequestPhase, **fields: object) -> RequestRecord:
+    values = {
+        "request_id": "r",
+        "phase": phase,
+        "epoch": 257,
+        "worker_instance": A,
+        "gateway_instance": "g",
+        "attempt": 1,
+        "terminal_state": None,
+        **fields,
+    }
+    return RequestRecord(**values)  # type: ignore[arg-type]
+
+
+def drain(core: RequestCore) -> list[int]:
+    ids: list[int] = []
+    while (event := core.pull()) is not None:
+        ids += event.token_ids
+    return ids
+
+
+def test_the_first_frame_binds_worker_and_request() -> None:
+    core = make_core()
+
+    actions = core.on_event(A, accepted(257), 1.0)
+
+    assert actions == [Own(Binding(257, A))]
+    assert core.binding == Binding(257, A)
+
+
+@pytest.mark.parametrize(("epoch", "instance"), [(256, A), (257, B), (256, B)])
+def test_a_lower_epoch_and_an_equal_one_of_another_worker_are_cancelled(epoch: int, instance: str) -> None:
+    core = make_core()
+    core.on_event(A, accepted(257), 1.0)
+
+    actions = core.on_event(instance, delta(epoch, 0, 1, 2), 1.0)
+
+    assert actions == [SendCancel(instance, epoch)]
+    assert core.received_count == 0
+
+
+def test_a_higher_epoch_is_adopted_before_a_token_was_handed_on() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1, 2), 1.0)
+
+    actions = core.on_event(B, accepted(258), 1.0)
+
+    assert actions == [Own(Binding(258, B)), SendCancel(A, 257)]
+    assert core.received_count == 0, "tokens of two samples are never spliced"
+
+
+def test_after_the_first_token_only_the_gateway_raises_the_epoch() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1, 2), 1.0)
+    assert drain(core) == [1, 2]
+
+    actions = core.on_event(B, accepted(512), 1.0)
+
+    assert actions == [SendCancel(B, 512)]
+    assert core.binding == Binding(257, A)
+
+
+def test_duplicates_are_skipped_by_index() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1, 2, 3), 1.0)
+
+    core.on_event(A, delta(257, 1, 2, 3, 4), 1.0)
+    core.on_event(A, delta(257, 0, 1), 1.0)
+
+    assert drain(core) == [1, 2, 3, 4]
+
+
+def test_a_gap_reopens_the_stream_and_a_second_one_runs_elsewhere() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1), 1.0)
+
+    assert core.on_event(A, delta(257, 2, 3), 1.0) == [Reattach(A)]
+    again = core.on_event(A, delta(257, 2, 3), 1.0)
+
+    assert again == [SendCancel(A, 257), Readmit(2)]
+
+
+def test_a_token_goes_out_only_when_the_one_sixteen_before_it_was_acked() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, *range(40)), 1.0)
+
+    assert drain(core) == list(range(16))
+    core.on_acked(257, (10,))
+    assert drain(core) == list(range(16, 26))
+    core.on_acked(256, (40,))
+    assert drain(core) == []
+
+
+def test_a_worker_lost_before_the_first_token_starts_over() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1, 2), 1.0)
+
+    actions = core.on_worker_lost(A, 2.0)
+
+    assert actions == [SendCancel(A, 257), Readmit(2)]
+    assert core.on_event(A, delta(257, 2, 3), 3.0) == [SendCancel(A, 257)], "the old epoch is fenced"
+
+
+def test_a_worker_lost_in_mid_stream_resumes_after_what_was_received() -> None:
+    core = make_core(choice_count=3)
+    core.on_event(A, delta(257, 0, 1, 2, choice=0), 1.0)
+    core.on_event(A, delta(257, 0, 5, choice=1, finish=common_pb2.FINISH_REASON_STOP), 1.0)
+    assert drain(core) == [1, 2, 5]
+    core.mark_delivered(0, 1)
+    core.on_event(A, delta(257, 2, 3, choice=0), 1.0)
+
+    actions = core.on_worker_lost(A, 2.0)
+
+    assert actions[-1] == Readmit(2, ((0, (1, 2, 3)), (2, ())))
+    core.on_event(B, delta(512, 3, 4, choice=0, finish=common_pb2.FINISH_REASON_STOP), 3.0)
+    assert drain(core) == [3, 4]
+
+
+def test_without_resume_a_worker_lost_after_a_delivered_token_fails_the_request() -> None:
+    core = make_core(resumes=False)
+    core.on_event(A, delta(257, 0, 1), 1.0)
+    drain(core)
+    core.mark_delivered(0, 1)
+
+    core.on_worker_lost(A, 2.0)
+
+    assert isinstance(core.error, WorkerLost)
+
+
+def test_an_answer_that_is_complete_survives_its_worker() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1, 2, finish=common_pb2.FINISH_REASON_STOP), 1.0)
+
+    assert not [a for a in core.on_worker_lost(A, 2.0) if isinstance(a, Readmit)]
+    assert drain(core) == [1, 2]
+    assert core.done
+
+
+def test_the_request_common_to_two_deaths_fails() -> None:
+    core = make_core()
+    core.on_event(A, accepted(257), 1.0)
+    core.on_worker_lost(A, 2.0)
+    core.on_event(B, accepted(512), 3.0)
+
+    core.on_worker_lost(B, 4.0)
+
+    assert isinstance(core.error, WorkerLost)
+
+
+def test_the_third_attempt_is_the_last() -> None:
+    core = make_core()
+    for number in (1, 2):
+        core.on_event(A, accepted(number << 8), 1.0)
+        assert core.on_event(A, failed(number << 8, "DRAINING", retryable=True), 1.0)[-1] == Readmit(number + 1)
+    core.on_event(A, accepted(3 << 8), 1.0)
+
+    core.on_event(A, failed(3 << 8, "DRAINING", retryable=True), 1.0)
+
+    assert core.error is not None
+    assert core.error.row.reason == "DRAINING"
+
+
+def test_a_failure_that_is_not_retryable_fails_the_request_with_its_reason() -> None:
+    core = make_core()
+    core.on_event(A, accepted(257), 1.0)
+
+    core.on_event(A, failed(257, "ENGINE_ERROR", retryable=False), 1.0)
+
+    assert isinstance(core.error, EngineError)
+
+
+def test_nothing_is_admitted_again_after_the_deadline() -> None:
+    core = make_core(deadline=5.0)
+    core.on_event(A, accepted(257), 1.0)
+
+    core.on_worker_lost(A, 5.0)
+
+    assert isinstance(core.error, DeadlineExceeded)
+
+
+def test_a_stopped_choice_is_cancelled_alone_and_its_later_tokens_are_ignored() -> None:
+    core = make_core(choice_count=2)
+    core.on_event(A, delta(257, 0, 1, 2, choice=0), 1.0)
+    drain(core)
+
+    assert core.stop_choice(0, 1) == [SendCancel(A, 257, 0)]
+    core.on_event(A, delta(257, 2, 3, choice=0), 1.0)
+    core.on_event(A, delta(257, 0, 9, choice=1, finish=common_pb2.FINISH_REASON_STOP), 1.0)
+
+    assert drain(core) == [9]
+    assert core.done
+
+
+def test_the_end_of_a_running_request_cancels_it_and_of_an_ended_one_does_not() -> None:
+    running, ended = make_core(), make_core()
+    running.on_event(A, delta(257, 0, 1), 1.0)
+    ended.on_event(A, delta(257, 0, 1, finish=common_pb2.FINISH_REASON_STOP), 1.0)
+
+    assert running.end() == [SendCancel(A, 257)]
+    assert ended.end() == []
+    assert ended.ack_entry() == (257, (1,), True)
+
+
+def test_frames_after_the_end_are_answered_by_cancel() -> None:
+    core = make_core()
+    core.end()
+
+    assert core.on_event(A, accepted(257), 1.0) == [SendCancel(A, 257)]
+
+
+def test_a_budget_that_is_used_up_stops_at_exactly_that_token() -> None:
+    core = make_core(budget_tokens=3)
+    core.on_event(A, delta(257, 0, 1, 2, 3, 4, 5), 1.0)
+    assert drain(core) == [1, 2, 3]
+    assert core.budget_wanted() == 64
+
+    core.on_budget(0)
+
+    event = core.pull()
+    assert event is not None
+    assert (event.token_ids, event.finish_reason) == ((), common_pb2.FINISH_REASON_BUDGET)
+    assert core.done
+    assert core.end() == [SendCancel(A, 257)], "the worker still runs"
+
+
+def test_a_renewed_budget_lets_the_stream_go_on() -> None:
+    core = make_core(budget_tokens=3, max_token_count=8)
+    core.on_event(A, delta(257, 0, 1, 2, 3, 4, 5), 1.0)
+    drain(core)
+    assert core.budget_wanted() == 5
+
+    core.on_budget(5)
+
+    assert drain(core) == [4, 5]
+
+
+def test_an_answer_that_ends_with_the_budget_keeps_its_own_reason() -> None:
+    core = make_core(budget_tokens=2, max_token_count=2)
+    core.on_event(A, delta(257, 0, 1, 2, finish=common_pb2.FINISH_REASON_LENGTH), 1.0)
+    core.on_budget(0)
+
+    event = core.pull()
+
+    assert event is not None
+    assert event.finish_reason == common_pb2.FINISH_REASON_LENGTH
+
+
+def test_a_request_that_redis_lost_is_queued_again() -> None:
+    core = make_core()
+
+    assert core.on_record(None, 2.0, worker_alive=False) == [Readmit(1, again=True)]
+
+
+def test_a_running_request_that_redis_lost_runs_on() -> None:
+    core = make_core()
+    core.on_event(A, accepted(257), 1.0)
+
+    assert core.on_record(None, 8.0, worker_alive=False) == []
+    assert core.error is None
+
+
+def test_an_unbound_request_whose_owner_is_gone_is_admitted_again() -> None:
+    core = make_core()
+
+    actions = core.on_record(record(RequestPhase.OWNED), 2.0, worker_alive=False)
+
+    assert actions == [Readmit(2)]
+    assert core.on_event(A, accepted(257), 3.0) == [SendCancel(A, 257)]
+
+
+def test_an_unbound_request_waits_for_an_owner_that_lives() -> None:
+    core = make_core()
+
+    assert core.on_record(record(RequestPhase.OWNED), 2.0, worker_alive=True) == []
+    assert core.on_record(record(RequestPhase.QUEUED), 2.0, worker_alive=False) == []
+    assert core.on_record(record(RequestPhase.CLAIMED), 2.0, worker_alive=False) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "expected"),
+    [
+        (common_pb2.TERMINAL_STATE_EXPIRED, "", "DEADLINE_EXCEEDED"),
+        (common_pb2.TERMINAL_STATE_CANCELLED, "", "CANCELLED"),
+        (common_pb2.TERMINAL_STATE_FAILED, "GATEWAY_LOST", "GATEWAY_LOST"),
+    ],
+)
+def test_a_request_that_was_ended_elsewhere_says_how(state: int, reason: str, expected: str) -> None:
+    core = make_core()
+
+    core.on_record(
+        record(RequestPhase.FINISHED, terminal_state=state, error_reason=reason), 2.0, worker_alive=False
+    )
+
+    assert core.error is not None
+    assert core.error.row.reason == expected
+
+
+def test_tokens_that_were_not_asked_for_fail_the_request() -> None:
+    for event in (delta(257, 0, *range(101)), delta(257, 0, 1, choice=1), delta(257, -1, 1)):
+        core = make_core()
+        core.on_event(A, event, 1.0)
+        assert isinstance(core.error, EngineError)
+
+
+def test_a_reader_that_holds_too_much_is_cut() -> None:
+    core = make_core(unread_bytes=256)
+
+    core.on_event(A, delta(257, 0, *range(17)), 1.0)
+
+    assert isinstance(core.error, SlowReader)
+
+
+def test_prompt_logprobs_come_once_on_choice_0() -> None:
+    core = make_core(choice_count=2)
+    event = pb.Event(request_id="r", epoch=257)
+    event.prompt_logprobs.positions.add()
+    core.on_event(A, event, 1.0)
+    core.on_event(A, event, 1.0)
+
+    first = core.pull()
+
+    assert first is not None
+    assert (first.choice, len(first.prompt_logprobs)) == (0, 1)
+    assert core.pull() is None
+
+
+def test_logprobs_follow_their_tokens_over_duplicates_and_adoption() -> None:
+    def with_logprobs(epoch: int, first: int, *ids: int) -> pb.Event:
+        event = delta(epoch, first, *ids)
+        for token_id in ids:
+            event.delta.logprobs.add().token.token_id = token_id
+        return event
+
+    core = make_core()
+    core.on_event(A, with_logprobs(257, 0, 1, 2), 1.0)
+    core.on_event(B, with_logprobs(258, 0, 7), 1.0)
+    core.on_event(B, with_logprobs(258, 0, 7, 8), 1.0)
+
+    event = core.pull()
+
+    assert event is not None
+    assert event.token_ids == (7, 8)
+    assert [p.token.token_id for p in event.logprobs] == [7, 8]
+    assert core.choices[0].unread_logprob_bytes == 0
