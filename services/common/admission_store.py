@@ -47,7 +47,7 @@ AGING_MS = 30_000
 # Output expected at admission, per choice; `finish` trues up.
 EXPECTED_OUTPUT_TOKENS = 256
 WHERE_TTL_S = 86_400
-_RECORD = ("state", "epoch", "owner", "gw", "attempt", "terminal", "reason", "tenant", "event")
+_RECORD = ("state", "epoch", "owner", "gw", "attempt", "terminal", "reason", "tenant", "claim", "event")
 _WORKERS = [slot_key("registry", name) for name in ("workers", "worker_info", "pools")]
 _GATEWAYS = [slot_key("registry", name) for name in ("gateways", "gateway_info", "pools")]
 _KEYS = slot_key("keys", "table")
@@ -348,7 +348,7 @@ def _terminal_args(t: Terminal) -> tuple[str | int | bytes, ...]:
 def _record(request_id: str, row: Sequence[bytes | None]) -> RequestRecord | None:
     if row[0] is None:
         return None
-    text = [(value or b"").decode() for value in row[:8]]
+    text = [(value or b"").decode() for value in row[:9]]
     return RequestRecord(
         request_id=request_id,
         phase=RequestPhase(text[0]),
@@ -359,7 +359,8 @@ def _record(request_id: str, row: Sequence[bytes | None]) -> RequestRecord | Non
         terminal_state=cast("common_pb2.TerminalState.ValueType", int(text[5])) if text[5] else None,
         error_reason=text[6],
         tenant=text[7],
-        prebuilt_event=row[8] or b"",
+        claim_id=text[8],
+        prebuilt_event=row[9] or b"",
     )
 
 

@@ -119,6 +119,8 @@ class RequestRecord:
     terminal_state: common_pb2.TerminalState.ValueType | None
     error_reason: str = ""
     tenant: str = ""
+    # The claim that holds it now; empty when none does.
+    claim_id: str = ""
     # Serialized UsageEvent (expired, nothing billed) that ends a request whose gateway is gone; empty once finished.
     prebuilt_event: bytes = b""
 

@@ -1,0 +1,262 @@
+"""The claim loop: claims when some worker has room, places what it holds, keeps the leases of what it cannot place.
+
+Late binding: nothing is claimed that no worker has room for. Woken by the pools' bells and by Watch changes. Owns the
+held claims (at most 32). Never on the token path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+from opentelemetry import trace
+
+from services.common.admission_store import BATCH, CLAIM_LEASE_MS, AdmissionStore
+from services.common.admission_types import Claimed, Pool
+from services.common.clock import Clock
+from services.common.errors import StoreUnavailable
+from services.common.telemetry import context_from, tracer
+from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
+from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
+from services.router.filters import is_routable
+from services.router.policy import RoutingPolicy
+from services.router.registry import EndpointRegistry
+
+MAX_HELD = BATCH
+RESERVE_AFTER_S = 2.0
+IDLE_PERIOD_S = 1.0
+HELD_PERIOD_S = 0.1
+RENEW_PERIOD_S = CLAIM_LEASE_MS / 1000 / 3
+_BELL_TIMEOUT_MS = 1_000
+
+
+class ClaimLoop:
+    """Moves requests from the queues to the workers."""
+
+    def __init__(
+        self,
+        store: AdmissionStore,
+        registry: EndpointRegistry,
+        dispatcher: Dispatcher,
+        policy: RoutingPolicy,
+        clock: Clock,
+        *,
+        router_instance: str,
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self._policy = policy
+        self._clock = clock
+        self._router_instance = router_instance
+        self._waiting: list[HeldClaim] = []
+        self._submits: dict[asyncio.Task[None], tuple[HeldClaim, Endpoint]] = {}
+        self._spans: dict[str, trace.Span] = {}
+        self._wake = asyncio.Event()
+        self._away = False
+        self.draining = False
+
+    @property
+    def held_count(self) -> int:
+        """Claims in this router's hands."""
+        return len(self._waiting) + len(self._submits)
+
+    @property
+    def store_away(self) -> bool:
+        """The last claim found Redis away."""
+        return self._away
+
+    def wake(self) -> None:
+        """Something changed: look again."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Claim and place until cancelled."""
+        while True:
+            self._wake.clear()
+            more = await self.step()
+            if not more:
+                await self._sleep()
+
+    async def step(self) -> bool:
+        """Place what is held, then claim for the room that is left. True when another step may find more at once."""
+        await self._give_back_late()
+        self._place()
+        more = False
+        for pool in self._registry.pools() if not self.draining else ():
+            count = min(self._room(pool), MAX_HELD - self.held_count)
+            if count <= 0:
+                continue
+            try:
+                claims = await self._store.claim(pool, self._router_instance, count)
+            except StoreUnavailable:
+                self._note_store(away=True)
+                return False
+            self._note_store(away=False)
+            self._hold(pool, claims)
+            self._place()
+            more = more or len(claims) == count
+        return more and not self.draining
+
+    async def listen(self) -> None:
+        """Turn the pools' bells into wake-ups until cancelled."""
+        bells: dict[str, str] = {}
+        while True:
+            pools = self._registry.pools()
+            try:
+                rung = await self._store.wait_bell(pools, bells, _BELL_TIMEOUT_MS) if pools else bells
+            except StoreUnavailable:
+                rung = bells
+                await self._clock.sleep(HELD_PERIOD_S)
+            if rung != bells:
+                bells = rung
+                self.wake()
+            elif not pools:
+                await self._clock.sleep(HELD_PERIOD_S)
+
+    async def keep(self) -> None:
+        """Renew held claims at a third of their lease and drop what has ended elsewhere, until cancelled."""
+        while True:
+            await self._clock.sleep(RENEW_PERIOD_S)
+            with contextlib.suppress(StoreUnavailable):
+                await self.renew()
+
+    async def renew(self) -> None:
+        """One round of renewal. Raises StoreUnavailable."""
+        await self._dispatcher.record_owners()
+        by_pool: dict[Pool, list[HeldClaim]] = {}
+        for held in (*self._waiting, *(held for held, _ in self._submits.values())):
+            by_pool.setdefault(held.pool, []).append(held)
+        for pool, claims in by_pool.items():
+            await self._store.renew_claims(pool, [held.claim.claim_id for held in claims])
+            records = await self._store.read_requests(pool, [held.request_id for held in claims])
+            for held, record in zip(claims, records, strict=True):
+                if record is None or record.claim_id != held.claim.claim_id:
+                    self._drop(held)
+
+    async def drain(self, grace_s: float) -> None:
+        """Claim no more, let submits under way be answered within the grace, give the rest back."""
+        self.draining = True
+        if self._submits:
+            await asyncio.wait(self._submits, timeout=grace_s)
+        for task in list(self._submits):
+            task.cancel()
+        if self._submits:
+            await asyncio.wait(self._submits)
+        by_pool: dict[Pool, list[str]] = {}
+        for held in list(self._waiting):
+            by_pool.setdefault(held.pool, []).append(held.claim.claim_id)
+            self._drop(held)
+        with contextlib.suppress(StoreUnavailable):
+            await self._dispatcher.record_owners()
+            for pool, claim_ids in by_pool.items():
+                await self._store.return_claims(pool, claim_ids)
+
+    def _room(self, pool: Pool) -> int:
+        """Requests of one slot that the pool's workers would take now."""
+        now = self._clock.monotonic()
+        return sum(
+            min(endpoint.free(now))
+            for endpoint in self._registry.endpoints(pool)
+            if endpoint.reserved_for is None and is_routable(endpoint, now)
+        )
+
+    def _hold(self, pool: Pool, claims: list[Claimed]) -> None:
+        now = self._clock.monotonic()
+        for claim in claims:
+            entry = claim.entry
+            span = tracer().start_span("router.claim", context=context_from(entry.traceparent))
+            span.set_attribute("millrace.request_id", entry.request_id)
+            span.set_attribute("millrace.tenant", entry.tenant)
+            span.set_attribute("millrace.claim_number", claim.claim_number)
+            self._spans[claim.claim_id] = span
+            self._waiting.append(HeldClaim(pool, claim, Needs.of(entry), now))
+
+    def _place(self) -> None:
+        """Start a submit for every waiting claim that some worker has room for, the longest held first."""
+        now = self._clock.monotonic()
+        for held in sorted(self._waiting, key=lambda held: held.since):
+            endpoints = self._registry.endpoints(held.pool)
+            excluded = held.excluded | held.resting
+            endpoint = self._policy.choose(held.needs, endpoints, now, excluded=excluded)
+            if endpoint is not None:
+                endpoint.debit(held.needs)
+                self._waiting.remove(held)
+                task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
+                self._submits[task] = (held, endpoint)
+                task.add_done_callback(self._submitted)
+            elif now - held.since > RESERVE_AFTER_S and all(e.reserved_for != held.request_id for e in endpoints):
+                reserved = self._policy.reserve(held.needs, endpoints, now, excluded=held.excluded)
+                if reserved is not None:
+                    reserved.reserved_for = held.request_id
+
+    async def _submit(self, held: HeldClaim, endpoint: Endpoint) -> None:
+        outcome = await self._dispatcher.submit(held, endpoint)
+        if outcome is Outcome.UNFIT and self._unfit_everywhere(held):
+            with contextlib.suppress(StoreUnavailable):
+                if await self._dispatcher.fail(held):
+                    outcome = Outcome.SUPERSEDED
+        if outcome is Outcome.GIVE_BACK:
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.return_claims(held.pool, [held.claim.claim_id])
+        if outcome in (Outcome.REFUSED, Outcome.UNFIT):
+            self._waiting.append(held)
+        else:
+            self._forget(held)
+
+    async def _give_back_late(self) -> None:
+        """Claims whose time is over go back to the queue, which ends them."""
+        now = self._clock.monotonic()
+        late = [held for held in self._waiting if (now - held.since) * 1000 > held.claim.remaining_ms]
+        for held in late:
+            self._drop(held)
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.return_claims(held.pool, [held.claim.claim_id])
+
+    def _unfit_everywhere(self, held: HeldClaim) -> bool:
+        """Every worker of the pool refused for good."""
+        return all(endpoint.instance in held.excluded for endpoint in self._registry.endpoints(held.pool))
+
+    def _submitted(self, task: asyncio.Task[None]) -> None:
+        held, endpoint = self._submits.pop(task)
+        if task.cancelled():
+            # The worker may have it: the lease runs out and a higher epoch decides.
+            self._forget(held)
+        elif (error := task.exception()) is not None:
+            structlog.get_logger().error("submit_task_died", request_id=held.request_id, exc_info=error)
+            endpoint.failed(held.request_id, self._clock.monotonic())
+            self._forget(held)
+        self.wake()
+
+    def _drop(self, held: HeldClaim) -> None:
+        if held in self._waiting:
+            self._waiting.remove(held)
+            self._forget(held)
+
+    def _forget(self, held: HeldClaim) -> None:
+        for endpoint in self._registry.endpoints(held.pool):
+            if endpoint.reserved_for == held.request_id:
+                endpoint.reserved_for = None
+        span = self._spans.pop(held.claim.claim_id, None)
+        if span is not None:
+            span.end()
+
+    async def _sleep(self) -> None:
+        """Until a wake-up, or for as long as the state may change by time alone."""
+        settling = any(endpoint.settling() for endpoint in self._registry.endpoints())
+        period = VIEW_LAG_S if settling else HELD_PERIOD_S if self._waiting else IDLE_PERIOD_S
+        sleeper = asyncio.ensure_future(self._clock.sleep(period))
+        waker = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait((sleeper, waker), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sleeper, waker):
+                task.cancel()
+        for held in self._waiting:
+            held.resting.clear()
+
+    def _note_store(self, *, away: bool) -> None:
+        if away != self._away:
+            self._away = away
+            structlog.get_logger().info("store_away" if away else "store_back")

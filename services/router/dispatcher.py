@@ -1,0 +1,193 @@
+"""Hands one claimed request to one worker: Submit under a fresh epoch, ownership on acceptance, spans, queue time.
+
+Never chooses the worker and never retries by itself; says what came of the try. Called by the claim loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Final
+
+import grpc
+import structlog
+from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.admission_store import AdmissionStore, priority_name
+from services.common.admission_types import Claimed, Ownership, Pool, Terminal
+from services.common.clock import Clock
+from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, StoreUnavailable
+from services.common.metrics import Metrics
+from services.common.telemetry import context_from, tracer
+from services.router.endpoint import Endpoint, Needs
+from services.router.registry import EndpointRegistry
+
+SUBMIT_TIMEOUT_S = 2.0
+_MAX_TRY = 255
+
+
+class Outcome(enum.Enum):
+    """What came of a try: done with the claim, another worker may be tried, no other worker need be tried, or the
+    claim goes back to the queue (which ends it when its time is over)."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    UNFIT = "unfit"
+    SUPERSEDED = "superseded"
+    GIVE_BACK = "give_back"
+
+
+_OUTCOMES: Final = {
+    worker_service_pb2.SUBMIT_REFUSAL_STALE_EPOCH: Outcome.SUPERSEDED,
+    worker_service_pb2.SUBMIT_REFUSAL_EXPIRED: Outcome.GIVE_BACK,
+    worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS: Outcome.UNFIT,
+    worker_service_pb2.SUBMIT_REFUSAL_INVALID: Outcome.UNFIT,
+    worker_service_pb2.SUBMIT_REFUSAL_UNKNOWN_ADAPTER: Outcome.UNFIT,
+}
+# The worker's view says more than it has: trust none of it until the next one.
+_FULL: Final = {worker_service_pb2.SUBMIT_REFUSAL_NO_ROOM, worker_service_pb2.SUBMIT_REFUSAL_DRAINING}
+_REASONS: Final = {
+    worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS: ContextLengthExceeded.row.reason,
+    worker_service_pb2.SUBMIT_REFUSAL_UNKNOWN_ADAPTER: ModelNotFound.row.reason,
+}
+
+
+@dataclasses.dataclass(slots=True)
+class HeldClaim:
+    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones just now."""
+
+    pool: Pool
+    claim: Claimed
+    needs: Needs
+    since: float
+    tries: int = 0
+    excluded: set[str] = dataclasses.field(default_factory=set)
+    resting: set[str] = dataclasses.field(default_factory=set)
+    unfit_reason: str = ""
+
+    @property
+    def request_id(self) -> str:
+        return self.claim.entry.request_id
+
+
+class Dispatcher:
+    """Submits, and records ownership; ownership that Redis did not take is written when Redis is back."""
+
+    def __init__(
+        self,
+        store: AdmissionStore,
+        registry: EndpointRegistry,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        router_instance: str,
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._metrics = metrics
+        self._clock = clock
+        self._router_instance = router_instance
+        self._unrecorded: list[tuple[Pool, Ownership]] = []
+
+    async def submit(self, held: HeldClaim, endpoint: Endpoint) -> Outcome:
+        """One try. The endpoint has been debited by the caller; this settles the debit."""
+        stub = self._registry.stub(endpoint.instance)
+        now = self._clock.monotonic()
+        remaining_ms = held.claim.remaining_ms - int((now - held.since) * 1000)
+        if stub is None or remaining_ms <= 0 or held.tries >= _MAX_TRY:
+            endpoint.refused(held.request_id, now, full=False)
+            return Outcome.REFUSED if stub is None else Outcome.GIVE_BACK
+        held.tries += 1
+        entry = held.claim.entry
+        request = worker_service_pb2.SubmitRequest(
+            entry=entry,
+            attempt=max(1, entry.attempt),
+            epoch=held.claim.claim_number << 8 | held.tries,
+            router_instance=self._router_instance,
+        )
+        request.remaining.FromMilliseconds(remaining_ms)
+        with tracer().start_as_current_span("router.submit", context=context_from(entry.traceparent)) as span:
+            span.set_attribute("millrace.request_id", held.request_id)
+            span.set_attribute("millrace.attempt", request.attempt)
+            span.set_attribute("millrace.worker", endpoint.instance)
+            try:
+                reply = await stub.Submit(request, timeout=SUBMIT_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:
+                endpoint.failed(held.request_id, self._clock.monotonic())
+                held.resting.add(endpoint.instance)
+                span.set_attribute("millrace.outcome", error.code().name)
+                self._log(held, endpoint, "submit_failed", error.code().name)
+                return Outcome.REFUSED
+            outcome = self._read(held, endpoint, reply)
+            span.set_attribute("millrace.outcome", outcome.value)
+        if outcome is Outcome.ACCEPTED:
+            self._observe(held)
+            await self._own(held.pool, Ownership(held.request_id, request.epoch, endpoint.instance))
+        return outcome
+
+    async def fail(self, held: HeldClaim) -> bool:
+        """End a request that no worker can ever take; nothing is billed. False when that is not this router's to say:
+        a later attempt may have delivered tokens, so its gateway ends it."""
+        if max(1, held.claim.entry.attempt) > 1:
+            return False
+        [record] = await self._store.read_requests(held.pool, [held.request_id])
+        if record is None or not record.prebuilt_event:
+            return True
+        event = usage_event_pb2.UsageEvent.FromString(record.prebuilt_event)
+        event.terminal_state = common_pb2.TERMINAL_STATE_FAILED
+        event.error_reason = held.unfit_reason
+        event.times.end_time.FromMilliseconds(int(self._clock.wall() * 1000))
+        await self._store.finish(
+            held.pool, [Terminal(record.tenant, held.request_id, 0, event.terminal_state, 0, event)]
+        )
+        structlog.get_logger().warning("request_unfit", request_id=held.request_id, reason=held.unfit_reason)
+        return True
+
+    async def record_owners(self) -> None:
+        """Write ownership that Redis did not take before. Raises StoreUnavailable."""
+        while self._unrecorded:
+            pool, ownership = self._unrecorded[0]
+            await self._store.own(pool, [ownership])
+            self._unrecorded.pop(0)
+
+    def _read(self, held: HeldClaim, endpoint: Endpoint, reply: worker_service_pb2.SubmitResponse) -> Outcome:
+        now = self._clock.monotonic()
+        if reply.accepted:
+            endpoint.accepted(held.request_id, now)
+            return Outcome.ACCEPTED
+        endpoint.refused(held.request_id, now, full=reply.refusal in _FULL)
+        outcome = _OUTCOMES.get(reply.refusal, Outcome.REFUSED)
+        if outcome is Outcome.UNFIT:
+            held.unfit_reason = _REASONS.get(reply.refusal, InvalidRequest.row.reason)
+            held.excluded.add(endpoint.instance)
+        elif reply.refusal == worker_service_pb2.SUBMIT_REFUSAL_WRONG_VERSION:
+            held.excluded.add(endpoint.instance)
+        else:
+            held.resting.add(endpoint.instance)
+        self._log(held, endpoint, "submit_refused", worker_service_pb2.SubmitRefusal.Name(reply.refusal))
+        return outcome
+
+    async def _own(self, pool: Pool, ownership: Ownership) -> None:
+        try:
+            await self._store.own(pool, [ownership])
+        except StoreUnavailable:
+            self._unrecorded.append((pool, ownership))
+
+    def _observe(self, held: HeldClaim) -> None:
+        entry = held.claim.entry
+        waited_s = held.claim.waited_ms / 1000 + self._clock.monotonic() - held.since
+        length = common_pb2.LengthClass.Name(entry.length_class).removeprefix("LENGTH_CLASS_").lower()
+        self._metrics.queue_seconds.labels(
+            entry.model.model,
+            entry.model.version,
+            priority_name(entry.priority_class),
+            length,
+            self._metrics.tenant_label(entry.tenant),
+        ).observe(waited_s)
+
+    def _log(self, held: HeldClaim, endpoint: Endpoint, event: str, cause: str) -> None:
+        structlog.get_logger().info(
+            event, request_id=held.request_id, worker=endpoint.instance, tries=held.tries, cause=cause
+        )

@@ -1,0 +1,194 @@
+"""What the router knows of one worker: its last Watch view, what was submitted since, and whether it may be tried.
+
+Pure: no I/O, time is handed in as seconds of one monotonic clock. A view older than 3 s is unknown, never idle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from millrace.common.v1 import admission_pb2, common_pb2
+from millrace.worker.v1 import worker_service_pb2
+
+from services.common.admission_types import Pool, WorkerRecord
+
+VIEW_MAX_AGE_S = 3.0
+# A Watch message shows an accepted submit within this time of its reply.
+VIEW_LAG_S = 0.02
+_BACKOFF_S = (0.5, 10.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Needs:
+    """What one request asks of a worker."""
+
+    request_id: str
+    model: str
+    version: str
+    gateway_instance: str
+    adapter: str
+    slot_count: int
+    token_count: int
+
+    @classmethod
+    def of(cls, entry: admission_pb2.AdmissionEntry) -> Needs:
+        """Prompt and received prefix are the tokens to hold at the start; each choice takes a slot."""
+        received = max((len(prefix.token_ids) for prefix in entry.prefix), default=0)
+        return cls(
+            request_id=entry.request_id,
+            model=entry.model.model,
+            version=entry.model.version,
+            gateway_instance=entry.gateway_instance,
+            adapter=entry.adapter,
+            slot_count=max(1, entry.sampling.choice_count),
+            token_count=len(entry.token_ids) + received + 1,
+        )
+
+    def block_count(self, block_size: int) -> int:
+        """KV blocks that the tokens take."""
+        return math.ceil(self.token_count / max(1, block_size))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """One Watch message."""
+
+    model: common_pb2.ModelRef
+    role: common_pb2.WorkerRole.ValueType
+    free_slot_count: int
+    free_block_count: int
+    block_size: int
+    in_flight_count: int
+    backlog_token_count: int
+    attached_gateways: frozenset[str]
+    adapters: frozenset[str]
+    draining: bool
+    ready: bool
+
+    @classmethod
+    def of(cls, message: worker_service_pb2.WatchResponse) -> View:
+        return cls(
+            model=message.model,
+            role=message.role,
+            free_slot_count=message.free_slot_count,
+            free_block_count=message.free_block_count,
+            block_size=message.block_size,
+            in_flight_count=max(message.in_flight_count, message.running_count + message.waiting_count),
+            backlog_token_count=message.backlog_token_count,
+            attached_gateways=frozenset(message.attached_gateways),
+            adapters=frozenset(message.adapters),
+            draining=message.draining,
+            ready=message.ready,
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Debit:
+    """A submit that the view does not show yet."""
+
+    slot_count: int
+    block_count: int
+    replied_at: float = math.inf
+
+
+class Endpoint:
+    """One worker as this router sees it."""
+
+    def __init__(self, record: WorkerRecord) -> None:
+        self.record = record
+        self.view: View | None = None
+        self.seen_at = -math.inf
+        # Request that gets the next room here, after it was held too long.
+        self.reserved_for: str | None = None
+        self._debits: dict[str, _Debit] = {}
+        self._full_since: float | None = None
+        self._failures = 0
+        self._retry_at = -math.inf
+
+    @property
+    def instance(self) -> str:
+        return self.record.instance
+
+    @property
+    def pool(self) -> Pool:
+        return self.record.pool
+
+    @property
+    def debit_count(self) -> int:
+        """Submits that the view does not show yet."""
+        return len(self._debits)
+
+    def observe(self, view: View, now: float) -> None:
+        """Take a Watch message."""
+        self.view = view
+        self.seen_at = now
+        self._full_since = None
+        self._forget_shown(now)
+
+    def fresh(self, now: float) -> bool:
+        """The view may be acted on."""
+        return self.view is not None and now - self.seen_at <= VIEW_MAX_AGE_S
+
+    def open(self, now: float) -> bool:
+        """The breaker lets a submit pass; after the backoff one probe at a time."""
+        return self._failures == 0 or (now >= self._retry_at and not self._debits)
+
+    def free(self, now: float) -> tuple[int, int]:
+        """Slots and blocks that are free, less what was submitted since the view."""
+        if self.view is None or not self.fresh(now) or self._full_since is not None:
+            return 0, 0
+        self._forget_shown(now)
+        slots = self.view.free_slot_count - sum(debit.slot_count for debit in self._debits.values())
+        blocks = self.view.free_block_count - sum(debit.block_count for debit in self._debits.values())
+        return max(0, slots), max(0, blocks)
+
+    def fits(self, needs: Needs, now: float) -> bool:
+        """There is room for this request; an idle worker takes any (its own refusal says what never fits)."""
+        if self.reserved_for not in (None, needs.request_id):
+            return False
+        slots, blocks = self.free(now)
+        if self.view is None or slots == 0:
+            return False
+        idle = self.view.in_flight_count == 0 and not self._debits
+        return idle or (slots >= needs.slot_count and blocks >= needs.block_count(self.view.block_size))
+
+    def settling(self) -> bool:
+        """A debit goes by time alone: the view is newer than its reply."""
+        return any(debit.replied_at <= self.seen_at for debit in self._debits.values())
+
+    # --- what submits do to it -----------------------------------------------------------------------------------
+    def debit(self, needs: Needs) -> None:
+        """A submit is on its way."""
+        block_size = self.view.block_size if self.view is not None else 1
+        self._debits[needs.request_id] = _Debit(needs.slot_count, needs.block_count(block_size))
+        if self.reserved_for == needs.request_id:
+            self.reserved_for = None
+
+    def accepted(self, request_id: str, now: float) -> None:
+        """The worker took it: the debit stands until a later view shows it."""
+        self._failures = 0
+        if request_id in self._debits:
+            self._debits[request_id].replied_at = now
+
+    def refused(self, request_id: str, now: float, *, full: bool) -> None:
+        """A typed refusal is no guilt; `full` distrusts the view until the next one."""
+        self._failures = 0
+        self._debits.pop(request_id, None)
+        if full:
+            self._full_since = now
+
+    def failed(self, request_id: str, now: float) -> None:
+        """No answer: ejected with a growing backoff. The submit may have arrived, so its debit stands."""
+        self._failures += 1
+        shortest, longest = _BACKOFF_S
+        self._retry_at = now + min(longest, shortest * 2 ** min(self._failures - 1, 10))
+        if request_id in self._debits:
+            self._debits[request_id].replied_at = now
+
+    def _forget_shown(self, now: float) -> None:
+        shown = [
+            i for i, d in self._debits.items() if d.replied_at <= self.seen_at and d.replied_at <= now - VIEW_LAG_S
+        ]
+        for request_id in shown:
+            del self._debits[request_id]

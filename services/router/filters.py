@@ -1,0 +1,48 @@
+"""Which workers may take a request at all, room aside. Each filter is one pure predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from millrace.common.v1 import common_pb2
+
+from services.router.endpoint import Endpoint, Needs, View
+
+Filter = Callable[[Needs, View], bool]
+_DECODING: Final = (common_pb2.WORKER_ROLE_AGGREGATED, common_pb2.WORKER_ROLE_DECODE)
+
+
+def serves_version(needs: Needs, view: View) -> bool:
+    """The very version that the gateway tokenised for."""
+    return (needs.model, needs.version) == (view.model.model, view.model.version)
+
+
+def can_decode(needs: Needs, view: View) -> bool:
+    """Not a worker that only prefills."""
+    return view.role in _DECODING
+
+
+def is_attached(needs: Needs, view: View) -> bool:
+    """The request's gateway listens to this worker."""
+    return needs.gateway_instance in view.attached_gateways
+
+
+def has_adapter(needs: Needs, view: View) -> bool:
+    """The adapter is loaded, where one is asked for."""
+    return not needs.adapter or needs.adapter in view.adapters
+
+
+FILTERS: Final[tuple[Filter, ...]] = (serves_version, can_decode, is_attached, has_adapter)
+
+
+def is_routable(endpoint: Endpoint, now: float) -> bool:
+    """The view is fresh, the worker is ready, the breaker lets pass."""
+    view = endpoint.view
+    return view is not None and view.ready and not view.draining and endpoint.fresh(now) and endpoint.open(now)
+
+
+def eligible(needs: Needs, endpoint: Endpoint, now: float) -> bool:
+    """Routable, and every filter agrees."""
+    view = endpoint.view
+    return view is not None and is_routable(endpoint, now) and all(check(needs, view) for check in FILTERS)

@@ -1,0 +1,119 @@
+"""Finds workers by their leases and keeps one Watch stream to each. The lease is discovery only: the view decides.
+
+A Redis that is away changes nothing here. Owns the channels to workers. Called by the claim loop and the dispatcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable
+
+import grpc
+import structlog
+from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
+
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import Pool, WorkerRecord
+from services.common.clock import Clock
+from services.common.errors import StoreUnavailable
+from services.common.grpc_client import open_channel
+from services.router.endpoint import Endpoint, View
+
+DISCOVERY_PERIOD_S = 1.0
+_FIRST_BACKOFF_S = 0.1
+_LONGEST_BACKOFF_S = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Link:
+    endpoint: Endpoint
+    channel: grpc.aio.Channel
+    stub: worker_service_pb2_grpc.WorkerServiceAsyncStub
+    task: asyncio.Task[None]
+
+
+class EndpointRegistry:
+    """The workers this router may use. `on_change` is called after each Watch message and each change of the set."""
+
+    def __init__(
+        self, store: AdmissionStore, router_instance: str, clock: Clock, on_change: Callable[[], None]
+    ) -> None:
+        self._store = store
+        self._router_instance = router_instance
+        self._clock = clock
+        self._on_change = on_change
+        self._links: dict[str, _Link] = {}
+
+    def endpoints(self, pool: Pool | None = None) -> list[Endpoint]:
+        """All endpoints, or those of one pool."""
+        found = [link.endpoint for link in self._links.values()]
+        return found if pool is None else [endpoint for endpoint in found if endpoint.pool == pool]
+
+    def pools(self) -> list[Pool]:
+        """Pools that some known worker serves."""
+        return list(dict.fromkeys(endpoint.pool for endpoint in self.endpoints()))
+
+    def stub(self, instance: str) -> worker_service_pb2_grpc.WorkerServiceAsyncStub | None:
+        """The stub of a worker, or None when it has left."""
+        link = self._links.get(instance)
+        return link.stub if link is not None else None
+
+    async def run(self) -> None:
+        """Discover each second until cancelled."""
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await self.discover()
+            await self._clock.sleep(DISCOVERY_PERIOD_S)
+
+    async def discover(self) -> None:
+        """Add workers with a lease; drop those without one whose Watch is silent too. Raises StoreUnavailable."""
+        listed = {record.instance: record for record in await self._store.list_workers()}
+        for instance, record in listed.items():
+            if instance not in self._links:
+                self._add(record)
+        now = self._clock.monotonic()
+        for instance, link in list(self._links.items()):
+            if instance not in listed and not link.endpoint.fresh(now):
+                await self._drop(instance)
+
+    async def close(self) -> None:
+        """End every Watch and channel."""
+        for instance in list(self._links):
+            await self._drop(instance)
+
+    def _add(self, record: WorkerRecord) -> None:
+        channel = open_channel(record.address)
+        stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
+        endpoint = Endpoint(record)
+        task = asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}")
+        self._links[record.instance] = _Link(endpoint, channel, stub, task)
+        structlog.get_logger().info("worker_found", worker=record.instance, address=record.address)
+
+    async def _drop(self, instance: str) -> None:
+        link = self._links.pop(instance)
+        link.task.cancel()
+        await asyncio.wait([link.task])
+        await link.channel.close()
+        structlog.get_logger().info("worker_gone", worker=instance)
+        self._on_change()
+
+    async def _watch(self, endpoint: Endpoint, stub: worker_service_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        """Read views for ever; a broken stream is opened again. Ends when the address is another worker's by now."""
+        backoff = _FIRST_BACKOFF_S
+        request = worker_service_pb2.WatchRequest(router_instance=self._router_instance)
+        while True:
+            try:
+                async for message in stub.Watch(request):
+                    if message.worker_instance != endpoint.instance:
+                        return
+                    endpoint.observe(View.of(message), self._clock.monotonic())
+                    backoff = _FIRST_BACKOFF_S
+                    self._on_change()
+            except grpc.aio.AioRpcError as error:
+                structlog.get_logger().info("watch_broken", worker=endpoint.instance, code=error.code().name)
+            # What a broken stream last said is not the present: a dead worker's room must not be filled.
+            endpoint.view = None
+            await self._clock.sleep(backoff)
+            backoff = min(_LONGEST_BACKOFF_S, backoff * 2)
