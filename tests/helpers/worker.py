@@ -25,6 +25,13 @@ from services.worker.wiring import WorkerApp, build
 WAIT_S = 20.0
 
 
+async def poll(condition: Callable[[], object]) -> None:
+    """Ask until the condition holds: the worker under test has no signal for what tests look at."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
 class RememberingStore:
     """The worker's part of the admission store, without Redis."""
 
@@ -253,10 +260,8 @@ class WorkerRig:
         return await GatewayClient(self.app.address, instance).attach()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Poll: the worker under test has no signal for what tests look at."""
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        """Wait until the condition holds."""
+        await poll(condition)
 
     def assert_engine_empty(self) -> None:
         """Nothing is held anywhere; only after the app was stopped."""
