@@ -77,15 +77,15 @@ class KVCacheManager:
 
         Nothing is held while waiting, and who is waited for is running with all its blocks: no cycle can form.
         """
-        prompt = request.num_prompt_tokens
-        computing = [
-            member
-            for member in request.group.members
-            if member is not request and member.state is RequestState.RUNNING and member.num_computed_tokens < prompt
+        shared = self._shared_with_siblings(request)
+        siblings = [
+            each for each in request.group.members if each is not request and each.state is RequestState.RUNNING
         ]
+        if any(each.num_computed_tokens >= shared for each in siblings):
+            return False
         if request.waits_for is not None and request.waits_for in self._computing:
-            computing.append(self._computing[request.waits_for])
-        return any(other.priority_class <= request.priority_class for other in computing)
+            siblings.append(self._computing[request.waits_for])
+        return any(each.priority_class <= request.priority_class for each in siblings)
 
     def match(self, request: Request) -> PrefixMatch:
         """Longest computed prefix of an unscheduled request; notes in `waits_for` the block it should wait for.
@@ -104,7 +104,7 @@ class KVCacheManager:
                 break
             blocks.append(block)
         cached = self._cut(request, blocks, len(blocks) * self.block_size)
-        if fork.num_computed_tokens >= cached.num_computed_tokens:
+        if fork.num_computed_tokens > cached.num_computed_tokens:
             request.waits_for = None
             return fork
         return cached
@@ -200,9 +200,12 @@ class KVCacheManager:
             for block, full_hash in zip(request.blocks, request.block_hashes, strict=False):
                 assert self.pool.hash_of(block) in (None, full_hash), f"{request} holds block {block} of another prefix"
 
+    def _shared_with_siblings(self, request: Request) -> int:
+        return min(request.num_prompt_tokens, request.num_tokens - 1)
+
     def _match_sibling(self, request: Request) -> PrefixMatch:
         """The prompt as a running choice of the same request has it, its partial last block by copy."""
-        computed = min(request.num_prompt_tokens, request.num_tokens - 1)
+        computed = self._shared_with_siblings(request)
         for member in request.group.members:
             if (
                 member.state is RequestState.RUNNING
