@@ -223,9 +223,12 @@ class RequestTable:
         return None if stream.ended else Abort(request_id, stream.facts.epoch, choice)
 
     def settle_sent(self, touched: Iterable[RequestStream]) -> None:
-        """A frame was written: cancelled requests whose end went out with it are forgotten."""
+        """A frame was written: cancelled and failed requests whose end went out with it are forgotten.
+
+        Nobody confirms those: the gateway has turned to another attempt or is done.
+        """
         for stream in touched:
-            if stream.abandoned and stream.ended and not stream.unsent:
+            if (stream.abandoned or stream.failure is not None) and stream.ended and not stream.unsent:
                 self._remove(stream)
 
     def expire(self, now: float) -> list[RequestStream]:

@@ -17,6 +17,7 @@ from opentelemetry import trace
 
 from services.common.clock import Clock
 from services.common.errors import NotFound
+from services.common.lifecycle import crash_point
 from services.common.telemetry import traceparent_of
 from services.worker import wire
 from services.worker.attach import GatewayHub
@@ -94,6 +95,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         )
         try:
             self._accept(request)
+            crash_point("worker.after_accept")
             response.accepted = True
         except _Refused as refused:
             response.refusal = refused.refusal
@@ -111,6 +113,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[worker_service_pb2.AttachRequest, worker_service_pb2.AttachResponse],
     ) -> None:
         """One gateway's stream."""
+        # At once, so that the gateway knows that the stream stands before there is a token.
+        await context.send_initial_metadata(())
         await self._hub.serve(request_iterator, context.write)
 
     async def Watch(
@@ -137,6 +141,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         engine_request = self._parse(request)
         self._check_room(entry, engine_request)
         facts = self._facts(request, engine_request)
+        crash_point("worker.before_accept")
         starts = {choice.index: len(choice.output_token_ids) for choice in engine_request.choices}
         try:
             self._hub.submit(RequestStream(facts, starts, now_wall=self._clock.wall()), engine_request)

@@ -18,6 +18,7 @@ from millrace.usage.v1 import usage_event_pb2
 from services.common.admission_types import FinishResult, Pool, Terminal
 from services.common.clock import Clock
 from services.common.errors import MillraceError
+from services.common.lifecycle import crash_point
 from services.worker import wire
 from services.worker.streams import RequestStream
 
@@ -108,7 +109,9 @@ class TerminalWriter:
             waiting = iter(terminals)
             while batch := list(itertools.islice(waiting, BATCH)):
                 try:
+                    crash_point("worker.before_finish")
                     results = await self._store.finish(pool, batch)
+                    crash_point("worker.after_finish")
                 except MillraceError as error:
                     structlog.get_logger().warning("finish_delayed", reason=error.row.reason, count=len(self._pending))
                     return False

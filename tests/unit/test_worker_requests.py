@@ -343,6 +343,17 @@ def test_a_failure_comes_after_the_tokens_before_it() -> None:
     assert kinds(events) == ["accepted", "started", "delta", "failed"]
 
 
+def test_a_failed_request_is_forgotten_once_its_failure_was_sent() -> None:
+    table = table_with(stream_of())
+    table.fail("r1", 256, Failure("ENGINE_ERROR", "x", True), now=0.0, now_wall=WALL)
+    held = len(table)
+
+    frame(table)
+
+    assert (held, len(table)) == (1, 0)
+    table.check_invariants()
+
+
 class GatewayMachine(RuleBasedStateMachine):
     """A gateway that loses frames, breaks, continues and acknowledges at random still sees every token once."""
 
