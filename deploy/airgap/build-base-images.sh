@@ -10,7 +10,7 @@ security=auto
 force=no
 work_dir=
 wanted=()
-known=(python:3.11-slim redis:7-bookworm postgres:15-bookworm)
+known=(python:3.11-slim python:3.11-bookworm redis:7-bookworm postgres:15-bookworm)
 
 usage() {
     cat <<TEXT
@@ -18,8 +18,9 @@ Usage: build-base-images.sh [options] [IMAGE...]
 
 Builds base images by debootstrap and 'docker import'. An image that the engine already holds is left as it is.
 
-Images (default: the first two):
+Images (default: all but the last):
   python:3.11-slim       Debian's Python 3.11 with pip and venv, also as 'python' on PATH
+  python:3.11-bookworm   the same with a C++ compiler, for build stages and GPU workers
   redis:7-bookworm       Debian's Redis 7.0, data in /data, user redis (999)
   postgres:15-bookworm   Debian's PostgreSQL 15, POSTGRES_USER/PASSWORD/DB understood, data in /var/lib/postgresql/data
 
@@ -55,7 +56,7 @@ while (($#)); do
             wanted+=("$1"); shift ;;
     esac
 done
-((${#wanted[@]})) || wanted=(python:3.11-slim redis:7-bookworm)
+((${#wanted[@]})) || wanted=(python:3.11-slim python:3.11-bookworm redis:7-bookworm)
 [[ $security != auto ]] || security=${mirror%/debian}/debian-security
 
 command -v docker >/dev/null || fail "no 'docker' on PATH: apt-get install docker.io" 2
@@ -150,14 +151,15 @@ import_tree() { # ROOT IMAGE CHANGE...
         { tail -n 15 "$log" >&2; fail "docker import of $image failed"; }
 }
 
-build_python() {
-    local root=$1
-    install_packages "$root" ca-certificates netbase tzdata python3 python3-venv python3-pip
+build_python() { # ROOT IMAGE
+    local root=$1 image=$2 packages=(ca-certificates netbase tzdata python3 python3-venv python3-pip)
+    [[ $image == *-slim ]] || packages+=(g++ libc6-dev python3-dev)
+    install_packages "$root" "${packages[@]}"
     rm -f -- "$root"/usr/lib/python3*/EXTERNALLY-MANAGED
     ln -sf /usr/bin/python3 "$root/usr/local/bin/python"
     ln -sf /usr/bin/python3 "$root/usr/local/bin/python3"
     ln -sf /usr/bin/pip3 "$root/usr/local/bin/pip"
-    import_tree "$root" python:3.11-slim \
+    import_tree "$root" "$image" \
         'ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin' 'ENV LANG=C.UTF-8' 'CMD ["python3"]'
 }
 
@@ -191,12 +193,12 @@ build_postgres() {
 
 lay_out_base
 for image in "${missing[@]}"; do
-    tree=$work_dir/${image%%:*}
+    tree=$work_dir/${image//[:.]/-}
     trees+=("$tree")
     rm -rf --one-file-system -- "$tree"
     say "installing packages for $image"
     cp -a -- "$work_dir/base" "$tree"
-    "build_${image%%:*}" "$tree"
+    "build_${image%%:*}" "$tree" "$image"
     rm -rf --one-file-system -- "$tree"
 done
 say "done"

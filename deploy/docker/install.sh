@@ -31,7 +31,11 @@ case $what in
             echo "install: no wheelhouse, so the build needs TORCH_INDEX_URL, the index that carries $1" >&2
             exit 1
         fi
-        pip install -c /build/constraints.txt ${2:+--index-url "$2"} "$1" ;;
+        pip install -c /build/constraints.txt ${2:+--index-url "$2"} "$1"
+        # A service runs neither torch's own tests nor its C++ headers: 190 MB.
+        torch=$(echo /opt/venv/lib/python3*/site-packages/torch)
+        rm -rf -- "$torch/test" "$torch/include"
+        find "$torch/bin" -type f ! -name torch_shm_manager -delete ;;
     package)
         pip install --no-deps /build ;;
     bare)

@@ -1,5 +1,6 @@
-# The worker service with its embedded model, for a CPU, or for a GPU with DEVICE=gpu, TORCH=torch==2.13.0 and LEAVE_OUT="".
-# Builds from the repository root; needs no network where wheelhouse/$DEVICE is filled.
+# The worker service with its embedded model. For a GPU: DEVICE=gpu, TORCH=torch==VERSION, LEAVE_OUT="" and, since Triton
+# compiles at run time, RUN_IMAGE=python:3.11-bookworm. Needs no network where wheelhouse/$DEVICE is filled.
+ARG RUN_IMAGE=python:3.11-slim
 FROM python:3.11-slim AS build
 ARG PIP_INDEX_URL
 ARG DEVICE=cpu
@@ -17,7 +18,7 @@ COPY cli /build/cli
 COPY protos/gen /build/protos/gen
 RUN sh /build/install.sh package
 
-FROM python:3.11-slim
+FROM ${RUN_IMAGE}
 RUN groupadd --gid 10001 millrace && \
     useradd --uid 10001 --gid millrace --no-create-home --home-dir /var/lib/millrace --shell /usr/sbin/nologin millrace && \
     install -d -o millrace -g millrace -m 700 /var/lib/millrace
