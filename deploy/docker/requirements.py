@@ -25,7 +25,10 @@ def requirements(project: Path, extras: list[str], without: list[str]) -> list[s
     The extra `build-system` stands for what builds the package itself.
     """
     document = tomllib.loads(project.read_text(encoding="utf-8"))
-    optional = {**document["project"].get("optional-dependencies", {}), "build-system": document["build-system"]["requires"]}
+    optional = {
+        **document["project"].get("optional-dependencies", {}),
+        "build-system": document["build-system"]["requires"],
+    }
     unknown = sorted(set(extras) - set(optional))
     if unknown:
         raise ValueError(f"no such extra: {', '.join(unknown)}; {project} has {', '.join(sorted(optional))}")
