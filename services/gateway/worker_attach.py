@@ -78,6 +78,7 @@ class WorkerAttachment:
         self._reopen = asyncio.Event()
         self._settled = False
         self._given_up = True
+        self._replaced = False
         self._loss_timer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger().bind(worker=record.instance)
 
@@ -97,7 +98,7 @@ class WorkerAttachment:
                 self.attached = False
                 session.cancel()
                 await asyncio.gather(session, return_exceptions=True)
-            if self._given_up and not self.listed:
+            if self._replaced or (self._given_up and not self.listed):
                 return
             waits = _BACKOFF_S if not self._given_up else (*_BACKOFF_S, _IDLE_BACKOFF_S)
             await self._clock.sleep(waits[min(failures, len(waits) - 1)])
@@ -142,8 +143,12 @@ class WorkerAttachment:
         finally:
             reopen.cancel()
         settled, self._settled = self._settled, False
-        if settled and session.done():
-            self._log.info("attach_broken", error=type(_cause(session.exception())).__name__)
+        cause = _cause(session.exception()) if session.done() and not session.cancelled() else None
+        if settled:
+            self._log.info("attach_broken", error=type(cause).__name__)
+        if isinstance(cause, WrongWorkerError):
+            self._replaced = True
+            self.give_up()
         if not self._given_up and self._loss_timer is None:
             self._loss_timer = asyncio.get_running_loop().call_later(GIVE_UP_S, self.give_up)
         return settled
@@ -152,9 +157,14 @@ class WorkerAttachment:
         async with contextlib.AsyncExitStack() as stack:
             channel = open_channel(self.record.address)
             stack.push_async_callback(channel.close)
+            stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
             async with asyncio.timeout(_CONNECT_S):
                 await channel.channel_ready()
-            call = worker_service_pb2_grpc.WorkerServiceStub(channel).Attach()
+                # A new incarnation at an old address must not be asked for requests it never had.
+                card = await stub.GetModelCard(worker_service_pb2.GetModelCardRequest())
+            if card.worker_instance != self.record.instance:
+                raise WrongWorkerError
+            call = stub.Attach()
             stack.callback(call.cancel)
             hello = worker_service_pb2.Hello(
                 gateway_instance=self._gateway_instance, continued=self._listener.continued(self.record.instance)

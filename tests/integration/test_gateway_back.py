@@ -1,8 +1,9 @@
-"""The gateway's back with a real Redis and a real worker of the echo model, a test router between them."""
+"""The gateway's back with a real Redis and real workers of the echo model, a test router between them."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,10 +11,23 @@ import pytest
 import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
 
+from services.common.admission_scripts import pool_key, slot_key
 from services.common.admission_store import AdmissionStore
+from services.common.admission_types import KeyRecord, QuotaLimits
+from services.common.errors import (
+    BudgetExhausted,
+    Cancelled,
+    ConcurrencyLimited,
+    DeadlineExceeded,
+    Draining,
+    NotFound,
+    NoWorker,
+    StoreUnavailable,
+)
+from services.gateway.generation import Generation
 from services.worker.model_source import load_model
 from services.worker.wiring import WorkerApp, build
-from tests.helpers.gateway import KEY, FakeRouter, read_all, running_back
+from tests.helpers.gateway import KEY, POOL, Answer, FakeRouter, GatewayRig, end, read_all, running_back
 from tests.helpers.redis import RedisProcess
 from tests.helpers.worker import echo_config, echo_tokens
 
@@ -39,27 +53,373 @@ async def start_worker(store: AdmissionStore, *, step_ms: float = 0.5) -> Worker
 
 @pytest.fixture
 async def worker(store: AdmissionStore) -> AsyncIterator[WorkerApp]:
-    app = await start_worker(store)
+    app = await start_worker(store, step_ms=2.0)
     yield app
     await app.stop()
 
 
-async def test_a_request_runs_to_its_end_and_is_billed_once(
+@pytest.fixture
+async def rig(
     redis_server: RedisProcess, redis_client: aioredis.Redis, worker: WorkerApp, router: FakeRouter, tmp_path: Path
-) -> None:
+) -> AsyncIterator[GatewayRig]:
     async with running_back(redis_server.url, redis_client, tmp_path) as rig:
-        generation = await rig.back.generator.start(KEY, rig.request(max_tokens=40, choices=2))
+        yield rig
 
-        answer = await read_all(generation)
 
+def limited(**limits: int) -> KeyRecord:
+    return dataclasses.replace(KEY, limits=QuotaLimits(**limits))
+
+
+async def read_some(generation: Generation, count: int) -> Answer:
+    """Deliver at least `count` tokens of choice 0, as a front does that then stops reading."""
+    answer = Answer()
+    async for event in generation.events():
+        answer.take(event)
+        generation.mark_delivered(event.choice, len(answer.tokens[event.choice]))
+        if len(answer.tokens[event.choice]) >= count:
+            break
+    return answer
+
+
+def assert_echo(generation: Generation, answer: Answer) -> None:
+    for choice, ids in answer.tokens.items():
+        assert ids == echo_tokens(generation.request_id, choice, len(ids))
+
+
+async def assert_idle(rig: GatewayRig, store: AdmissionStore) -> None:
+    """Nothing is queued, live, unsettled or reserved."""
+    await rig.published()
+    assert await store.count_queued(POOL) == 0
+    assert await store.list_live(POOL) == {}
+    assert await rig.redis.zcard(pool_key(POOL, "unsettled")) == 0
+    assert await rig.redis.exists(slot_key("acme", "live")) == 0
+
+
+async def test_a_request_runs_to_its_end_and_is_billed_once(
+    rig: GatewayRig, worker: WorkerApp, store: AdmissionStore
+) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request(max_tokens=40, choices=2))
+
+    answer = await read_all(generation)
+
+    assert answer.error is None
+    assert_echo(generation, answer)
+    await assert_idle(rig, store)
+    (event,) = await rig.usage_events()
+    assert event.request_id == generation.request_id
+    assert event.terminal_state == common_pb2.TERMINAL_STATE_COMPLETED
+    assert event.billed.prompt_token_count == 5
+    assert event.billed.completion_token_count == sum(len(t) for t in answer.tokens.values())
+    assert event.worker_instance == worker.instance
+    await rig.until(lambda: len(worker.parts.table) == 0)
+
+
+async def test_many_requests_at_once_each_get_their_own_tokens_and_one_bill(
+    rig: GatewayRig, store: AdmissionStore
+) -> None:
+    second = await start_worker(store)
+    await rig.until(lambda: len(rig.back.parts.pool.attached_instances()) == 2)
+
+    async def one(number: int) -> tuple[Generation, Answer]:
+        generation = await rig.back.generator.start(KEY, rig.request(prompt=1 + number, max_tokens=1 + number))
+        return generation, await read_all(generation)
+
+    done = await asyncio.gather(*(one(number) for number in range(32)))
+
+    for generation, answer in done:
         assert answer.error is None
-        for choice in (0, 1):
-            assert answer.tokens[choice] == echo_tokens(generation.request_id, choice, len(answer.tokens[choice]))
-        await rig.published()
-        (event,) = await rig.usage_events()
+        assert_echo(generation, answer)
+    await assert_idle(rig, store)
+    events = {event.request_id: event for event in await rig.usage_events()}
+    assert len(events) == 32
+    for number, (generation, answer) in enumerate(done):
+        billed = events[generation.request_id].billed
+        assert (billed.prompt_token_count, billed.completion_token_count) == (1 + number, len(answer.tokens[0]))
+    await second.stop()
+
+
+async def test_a_cut_client_stops_the_worker_and_pays_for_what_was_delivered(
+    rig: GatewayRig, worker: WorkerApp, store: AdmissionStore
+) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request(max_tokens=400))
+    answer = await read_some(generation, 3)
+
+    usage = await generation.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
+
+    assert usage.completion_token_count == len(answer.tokens[0])
+    assert usage.prompt_token_count == 5
+    await rig.until(lambda: len(worker.parts.table) == 0)
+    await assert_idle(rig, store)
+    (event,) = await rig.usage_events()
+    assert event.terminal_state == common_pb2.TERMINAL_STATE_CANCELLED
+
+
+async def test_a_second_finish_changes_nothing(rig: GatewayRig) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request())
+    answer = await read_all(generation)
+
+    again = await generation.finish(common_pb2.TERMINAL_STATE_FAILED, common_pb2.FINISH_REASON_ERROR, "INTERNAL")
+
+    assert again.completion_token_count == len(answer.tokens[0])
+    await rig.published()
+    assert len(await rig.usage_events()) == 1
+
+
+async def test_a_queued_request_that_is_cut_leaves_the_queue_and_is_free(
+    rig: GatewayRig, router: FakeRouter, store: AdmissionStore
+) -> None:
+    router.paused = True
+    generation = await rig.back.generator.start(KEY, rig.request())
+    assert await store.count_queued(POOL) == 1
+
+    usage = await generation.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
+
+    assert usage == common_pb2.TokenUsage()
+    await assert_idle(rig, store)
+
+
+async def test_a_stopped_choice_ends_alone(rig: GatewayRig, worker: WorkerApp) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request(max_tokens=300, choices=2))
+    answer = Answer()
+    async for event in generation.events():
+        answer.take(event)
+        if event.choice == 0 and not answer.finishes and len(answer.tokens[0]) >= 3:
+            generation.mark_delivered(0, 2)
+            generation.stop_choice(0, 2)
+        elif event.choice == 1:
+            generation.mark_delivered(1, len(answer.tokens[1]))
+    usage = await end(generation, answer)
+
+    assert len(answer.tokens[1]) == 300
+    assert len(answer.tokens[0]) < 300
+    assert usage.completion_token_count == 302
+    await rig.until(lambda: len(worker.parts.table) == 0)
+
+
+async def test_the_deadline_ends_a_request_that_no_worker_takes(
+    rig: GatewayRig, router: FakeRouter, store: AdmissionStore
+) -> None:
+    router.paused = True
+    generation = await rig.back.generator.start(KEY, rig.request(timeout_s=0.2))
+
+    answer = await read_all(generation)
+
+    assert isinstance(answer.error, DeadlineExceeded)
+    await assert_idle(rig, store)
+    (event,) = await rig.usage_events()
+    assert event.terminal_state == common_pb2.TERMINAL_STATE_EXPIRED
+    assert event.billed.prompt_token_count == 0
+
+
+async def test_a_request_is_cancelled_by_id_from_this_gateway_and_from_another(
+    rig: GatewayRig, redis_server: RedisProcess, redis_client: aioredis.Redis, tmp_path: Path
+) -> None:
+    async with running_back(redis_server.url, redis_client, tmp_path / "b", instance="gateway-2") as other:
+        for canceller in (rig.back.generator, other.back.generator):
+            generation = await rig.back.generator.start(KEY, rig.request(max_tokens=400))
+            await read_some(generation, 1)
+            await rig.until(lambda: not len(rig.back.generator._tasks))  # `where` is written behind the answer
+
+            assert await canceller.cancel(KEY, generation.request_id)
+
+            with pytest.raises(Cancelled):
+                async for _ in generation.events():
+                    pass
+            await generation.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
+            await rig.published()
+
+
+async def test_requests_of_other_tenants_cannot_be_seen_or_cancelled(rig: GatewayRig) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request(max_tokens=400))
+    stranger = dataclasses.replace(KEY, tenant="other")
+
+    for request_id in (generation.request_id, "0" * 26, "x", "{" * 26):
+        with pytest.raises(NotFound):
+            await rig.back.generator.cancel(stranger, request_id)
+
+    await generation.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
+
+
+async def test_a_refused_request_leaves_nothing_behind(
+    rig: GatewayRig, router: FakeRouter, store: AdmissionStore
+) -> None:
+    router.paused = True
+    key = limited(concurrent_requests=1)
+    generation = await rig.back.generator.start(key, rig.request())
+
+    with pytest.raises(ConcurrencyLimited) as refused:
+        await rig.back.generator.start(key, rig.request())
+
+    assert refused.value.retry_after_s is not None
+    assert len(rig.back.parts.table) == 1
+    await generation.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
+    await assert_idle(rig, store)
+    again = await rig.back.generator.start(key, rig.request())
+    await again.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
+
+
+async def test_a_budget_stops_the_stream_at_exactly_its_last_token(rig: GatewayRig, store: AdmissionStore) -> None:
+    key = limited(budget_tokens=105)
+    generation = await rig.back.generator.start(key, rig.request(prompt=5, max_tokens=300))
+
+    answer = await read_all(generation)
+
+    assert answer.error is None
+    assert len(answer.tokens[0]) == 100
+    assert answer.finishes[0] == common_pb2.FINISH_REASON_BUDGET
+    await assert_idle(rig, store)
+    with pytest.raises(BudgetExhausted):
+        await rig.back.generator.start(key, rig.request(prompt=5))
+
+
+async def test_without_a_worker_the_refusal_is_quick_and_ends_when_one_comes(
+    redis_server: RedisProcess,
+    redis_client: aioredis.Redis,
+    store: AdmissionStore,
+    router: FakeRouter,
+    tmp_path: Path,
+) -> None:
+    async with running_back(redis_server.url, redis_client, tmp_path, models=False) as rig:
+        await rig.until(lambda: rig.back.closed_because() is None)
+        assert not rig.back.ready()
+        with pytest.raises(NoWorker):
+            rig.request()
+
+        worker = await start_worker(store)
+        await rig.until(rig.back.ready)
+        request = rig.request()
+        answer = await read_all(await rig.back.generator.start(KEY, request))
+        assert answer.error is None
+
+        await worker.drain(1.0)
+        await worker.stop()
+        await rig.until(lambda: not rig.back.parts.pool.attached_instances())
+        with pytest.raises(NoWorker):
+            await rig.back.generator.start(KEY, request)
+
+
+async def test_a_broken_stream_continues_without_loss(rig: GatewayRig, worker: WorkerApp) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request(max_tokens=400))
+    answer = Answer()
+    reading = asyncio.create_task(read_all(generation, answer))
+    for count in (20, 100, 200):
+        await rig.until(lambda count=count: len(answer.tokens.get(0, ())) >= count)
+        worker.parts.hub.close_sessions()
+
+    await reading
+
+    assert answer.error is None
+    assert len(answer.tokens[0]) == 400
+    assert_echo(generation, answer)
+    await rig.published()
+    (event,) = await rig.usage_events()
+    assert event.attempt == 1, "a short break is no new attempt"
+
+
+async def test_a_worker_that_leaves_hands_its_streams_to_another(
+    rig: GatewayRig, worker: WorkerApp, store: AdmissionStore, router: FakeRouter
+) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request(max_tokens=400))
+    answer = Answer()
+    reading = asyncio.create_task(read_all(generation, answer))
+    await rig.until(lambda: len(answer.tokens.get(0, ())) >= 20)
+    second = await start_worker(store)
+    await rig.until(lambda: len(rig.back.parts.pool.attached_instances()) == 2)
+
+    await worker.drain(0.0)
+    await reading
+
+    assert answer.error is None
+    assert len(answer.tokens[0]) == 400
+    assert_echo(generation, answer)
+    await rig.published()
+    (event,) = await rig.usage_events()
+    assert event.attempt == 2
+    assert event.worker_instance == second.instance
+    assert event.billed.completion_token_count == 400
+    await second.stop()
+
+
+async def test_a_drain_lets_streams_end_and_tells_the_rest(rig: GatewayRig, store: AdmissionStore) -> None:
+    short = await rig.back.generator.start(KEY, rig.request(max_tokens=5))
+    long = await rig.back.generator.start(KEY, rig.request(max_tokens=480))
+    reading = [asyncio.create_task(read_all(g)) for g in (short, long)]
+    await asyncio.sleep(0)
+
+    draining = asyncio.create_task(rig.back.drain(0.3))
+    await asyncio.sleep(0)
+    with pytest.raises(Draining):
+        await rig.back.generator.start(KEY, rig.request())
+    assert not rig.back.ready()
+    await draining
+
+    first, second = await asyncio.gather(*reading)
+    assert first.error is None
+    assert isinstance(second.error, Draining)
+    await assert_idle(rig, store)
+    assert len(await rig.usage_events()) == 2
+
+
+async def test_streams_run_on_while_redis_is_away_and_are_billed_when_it_is_back(tmp_path: Path) -> None:
+    redis = RedisProcess().start()
+    client = aioredis.Redis.from_url(redis.url)
+    store = AdmissionStore(client)
+    worker = await start_worker(store, step_ms=2.0)
+    router = FakeRouter(store).start()
+    try:
+        async with running_back(redis.url, client, tmp_path / "data") as rig:
+            generation = await rig.back.generator.start(KEY, rig.request(max_tokens=300))
+            answer = Answer()
+            reading = asyncio.create_task(read_all(generation, answer))
+            await rig.until(lambda: len(answer.tokens.get(0, ())) >= 5)
+            redis.kill()
+
+            await reading
+
+            assert answer.error is None
+            assert len(answer.tokens[0]) == 300
+            with pytest.raises(StoreUnavailable):
+                await rig.back.generator.start(KEY, rig.request())
+            await rig.until(lambda: not rig.back.ready())
+            assert rig.back.parts.publisher.unpublished_count >= 1
+
+            redis.start()
+            await rig.until(rig.back.ready)
+            await rig.published()
+            events = [e for e in await rig.usage_events() if e.request_id == generation.request_id]
+            assert [e.billed.completion_token_count for e in events] == [300]
+    finally:
+        await router.stop()
+        await worker.stop()
+        await client.aclose()
+        redis.stop()
+
+
+async def test_what_a_dead_gateway_left_in_its_outbox_is_published_by_the_next(
+    rig: GatewayRig, redis_server: RedisProcess, redis_client: aioredis.Redis, store: AdmissionStore, tmp_path: Path
+) -> None:
+    data = tmp_path / "shared"
+    async with running_back(redis_server.url, redis_client, data, instance="gateway-2") as dying:
+        generation = await dying.back.generator.start(KEY, dying.request())
+        await dying.back.parts.publisher.close()
+        await read_all(generation)
+        assert await dying.usage_events() == []
+
+    async with running_back(redis_server.url, redis_client, data, instance="gateway-3") as heir:
+        await heir.published()
+
+        (event,) = await heir.usage_events()
         assert event.request_id == generation.request_id
-        assert event.terminal_state == common_pb2.TERMINAL_STATE_COMPLETED
-        assert event.billed.prompt_token_count == 5
-        assert event.billed.completion_token_count == sum(len(t) for t in answer.tokens.values())
-        assert event.worker_instance == worker.instance
-        await rig.until(lambda: len(worker.parts.table) == 0)
+        assert event.gateway_instance == "gateway-2"
+        await assert_idle(heir, store)
+
+
+async def test_a_record_stays_until_the_ledger_has_it(rig: GatewayRig, redis_client: aioredis.Redis) -> None:
+    generation = await rig.back.generator.start(KEY, rig.request())
+    await read_all(generation)
+    await rig.published()
+    assert [r.request_id for r in rig.back.parts.outbox.records] == [generation.request_id]
+
+    await redis_client.zadd(pool_key(POOL, "committed"), {generation.request_id: 1.0})
+
+    await rig.until(lambda: not rig.back.parts.outbox.records)

@@ -83,9 +83,7 @@ async def serving(*workers: CardWorker) -> AsyncIterator[list[WorkerRecord]]:
         servers.append(server)
         model = worker.card.model
         records.append(
-            WorkerRecord(
-                f"w{number}", f"127.0.0.1:{port}", model.model, model.version, Pool(model.model), "aggregated"
-            )
+            WorkerRecord(f"w{number}", f"127.0.0.1:{port}", model.model, model.version, Pool(model.model), "aggregated")
         )
     try:
         yield records

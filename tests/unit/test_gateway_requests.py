@@ -325,9 +325,7 @@ def test_an_unbound_request_waits_for_an_owner_that_lives() -> None:
 def test_a_request_that_was_ended_elsewhere_says_how(state: int, reason: str, expected: str) -> None:
     core = make_core()
 
-    core.on_record(
-        record(RequestPhase.FINISHED, terminal_state=state, error_reason=reason), 2.0, worker_alive=False
-    )
+    core.on_record(record(RequestPhase.FINISHED, terminal_state=state, error_reason=reason), 2.0, worker_alive=False)
 
     assert core.error is not None
     assert core.error.row.reason == expected
