@@ -26,8 +26,8 @@ class RequestQueue:
         # Virtual time of the last dispatch: a tenant that was away starts here, it saves nothing up.
         self._floor = 0.0
         self._count = 0
-        # The one request of a tenant that age has lifted out of BATCH, until it ends.
-        self._promoted: dict[str, Request] = {}
+        # When age last lifted a request of the tenant out of BATCH.
+        self._promoted_at: dict[str, float] = {}
 
     def __len__(self) -> int:
         return self._count
@@ -51,11 +51,10 @@ class RequestQueue:
     def leave(self, request: Request) -> None:
         """The request has ended, and is not waiting any more."""
         tenant = request.tenant
-        if self._promoted.get(tenant) is request:
-            del self._promoted[tenant]
         self._unfinished[tenant] -= 1
         if not self._unfinished[tenant]:
             del self._unfinished[tenant]
+            self._promoted_at.pop(tenant, None)
             self._prune()
 
     def put(self, request: Request) -> None:
@@ -95,13 +94,16 @@ class RequestQueue:
         self._floor = max(self._floor, self._virtual_tokens[request.tenant])
 
     def promote(self, now: float, *, aging_seconds: float) -> None:
-        """Lift the oldest BATCH request of each tenant to INTERACTIVE once old enough, one at a time per tenant."""
+        """Lift the oldest BATCH request of each tenant to INTERACTIVE once old enough.
+
+        One per tenant in `aging_seconds`: nothing starves, and a backlog of old work does not bury what is urgent.
+        """
         for tenant, lane in list(self._lanes[PriorityClass.BATCH].items()):
-            if now - lane[0].arrival >= aging_seconds and tenant not in self._promoted:
-                request = lane[0]
+            request = lane[0]
+            if now - max(request.arrival, self._promoted_at.get(tenant, request.arrival)) >= aging_seconds:
                 self.remove(request)
                 request.priority_class = PriorityClass.INTERACTIVE
-                self._promoted[tenant] = request
+                self._promoted_at[tenant] = now
                 self.put(request)
 
     def walk(self) -> FairWalk:
@@ -114,7 +116,7 @@ class RequestQueue:
         assert len(waiting) == self._count, f"queue counts {self._count}, holds {len(waiting)}"
         assert all(count > 0 for count in self._unfinished.values()), "a tenant without requests is unfinished"
         assert all(request.tenant in self._unfinished for request in waiting), "a waiting tenant is not unfinished"
-        assert all(tenant in self._unfinished for tenant in self._promoted), "a promotion outlived its request"
+        assert all(tenant in self._unfinished for tenant in self._promoted_at), "a promotion outlived its tenant"
 
     def _prune(self) -> None:
         """Forget absent tenants who are owed nothing, so that memory follows the tenants in hand."""
