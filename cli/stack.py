@@ -90,7 +90,7 @@ def check_environment(environ: Mapping[str, str]) -> None:
         raise StackError(f"{name} is not a setting of any service." + (f" Did you mean {near[0]}?" if near else ""))
 
 
-def _environment(service: str, settings: Mapping[str, str]) -> dict[str, str]:
+def _environment(service: str, settings: dict[str, str]) -> dict[str, str]:
     known = {env_name(f.name) for f in dataclasses.fields(_CONFIGS[service])} | SHARED_NAMES
     passed = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX) or k in known}
     wanted = {env_name(name): value for name, value in settings.items()}
@@ -133,7 +133,7 @@ def lay_out(options: StackOptions) -> StackLayout:
     http, grpc = f"{options.host}:{options.port}", f"{options.host}:{options.grpc_port}"
     common = {"redis_url": f"unix://{run / 'redis.sock'}", "log_level": options.log_level}
 
-    def service(name: str, settings: Mapping[str, str], instance: str = "") -> ChildSpec:
+    def service(name: str, settings: dict[str, str], instance: str = "") -> ChildSpec:
         label = f"{name}-{instance}" if instance else name
         data = options.home / label
         data.mkdir(mode=0o700, exist_ok=True)

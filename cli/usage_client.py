@@ -1,0 +1,37 @@
+"""How commands reach the usage service: its address, the administrators' token, and plain sentences for failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from cli.stack_state import home_dir, read_state
+from cli.up import fail
+from services.common.grpc_client import error_from_rpc, open_channel
+
+ResultT = TypeVar("ResultT")
+ADDRESS_HELP = "Address of the usage service; the local stack's unless given."
+Metadata = tuple[tuple[str, str], ...]
+
+
+def call_usage(address: str | None, work: Callable[[grpc.aio.Channel, Metadata], Awaitable[ResultT]]) -> ResultT:
+    """Run `work` with a channel and the metadata of an administrator; exits with one sentence on failure."""
+    state = read_state(home_dir())
+    target = address or (state.usage_address if state else None)
+    if target is None:
+        raise fail("No stack is running: start one with `millrace up`, or name a service with --usage-address.")
+    token = os.environ.get("MILLRACE_ADMIN_TOKEN", "")
+    metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    async def run() -> ResultT:
+        async with open_channel(target) as channel:
+            return await work(channel, metadata)
+
+    try:
+        return asyncio.run(run())
+    except grpc.aio.AioRpcError as error:
+        raise fail(error_from_rpc(error).message) from error

@@ -1,0 +1,28 @@
+"""Settings of the usage service: the only file of this service that names environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.common.config import parse_address, parse_positive, setting
+from services.usage.store import parse_database_url
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UsageConfig:
+    """Everything the usage service can be told from outside."""
+
+    redis_url: str = setting("redis://127.0.0.1:6379/0", secret=True, help="Redis of usage streams and key copies")
+    database_url: str = setting(
+        "sqlite:///usage.sqlite3",
+        parse=parse_database_url,
+        secret=True,
+        help="sqlite:///path or postgresql://user:password@host:port/database",
+    )
+    grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
+    metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
+    batch_size: int = setting(256, parse=parse_positive, help="events a transaction")
+    admin_token: str = setting("", secret=True, help="bearer token that every call must carry; empty asks for none")
+    bootstrap_key: str = setting("", secret=True, help="API key of the tenant demo, created at start; empty for none")
+    log_level: str = setting("info", help="debug, info, warning or error")
+    otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

@@ -1,0 +1,161 @@
+"""Moves usage events from Redis into the ledger: read → dedupe → insert in one transaction → ack → tell gateways.
+
+A crash after reading costs nothing: the entries are pending and read again. A crash after the commit costs a second
+look: the unique request id makes the replay a no-op. Only then are entries acked, published as committed and trimmed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import redis.asyncio as aioredis
+import sqlalchemy as sa
+import structlog
+
+from services.common.admission_scripts import pool_key, store_errors
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import Pool
+from services.common.clock import Clock
+from services.common.errors import StoreUnavailable
+from services.common.lifecycle import crash_point
+from services.common.metrics import Metrics
+from services.common.streams import StreamEntry, UsageStream
+from services.common.telemetry import context_from, tracer
+from services.usage.events import LedgerEntry, PoisonEvent, parse_event, request_id_of
+from services.usage.ledger import DeadLetter, insert_dead_letters, insert_entries
+from services.usage.store import Store
+
+GROUP = "ledger"
+# One constant name: a restarted service finds its own pending entries, and two services share one cursor safely,
+# because the ledger's unique id decides.
+CONSUMER = "usage"
+COMMITTED_KEPT_MS = 3_600_000
+BLOCK_MS = 500
+POOL_REFRESH_S = 1.0
+TRIM_EVERY_S = 5.0
+RETRY_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Batch:
+    entries: list[LedgerEntry]
+    letters: list[DeadLetter]
+
+
+class Consumer:
+    """One loop over the usage streams of all pools."""
+
+    def __init__(self, redis: aioredis.Redis, store: Store, *, clock: Clock, metrics: Metrics, batch_size: int) -> None:
+        self._redis = redis
+        self._store = store
+        self._clock = clock
+        self._metrics = metrics
+        self._batch_size = batch_size
+        self._admission = AdmissionStore(redis)
+        self._stream = UsageStream(redis)
+        self._pools: dict[str, Pool] = {}
+        self._refresh_at = 0.0
+        self._trim_at = 0.0
+        self.away = False
+
+    async def run(self) -> None:
+        """Consume for ever; while Redis or the database is away, keep trying."""
+        while True:
+            try:
+                if await self.run_once(BLOCK_MS) == 0 and not self._pools:
+                    await self._clock.sleep(RETRY_S)
+                self.away = False
+            except StoreUnavailable as error:
+                if not self.away:
+                    structlog.get_logger().warning("usage_store_away", error=error.message)
+                self.away = True
+                await self._stream.reread_pending(list(self._pools))
+                await self._clock.sleep(RETRY_S)
+
+    async def run_once(self, block_ms: int) -> int:
+        """Read one batch and make it durable; returns the number of stream entries done. Raises StoreUnavailable."""
+        await self._refresh_pools()
+        if not self._pools:
+            return 0
+        found = await self._stream.read(list(self._pools), GROUP, CONSUMER, self._batch_size, block_ms)
+        if found:
+            crash_point("usage.after_read")
+            await self._persist(found)
+        if self._clock.monotonic() >= self._trim_at:
+            self._trim_at = self._clock.monotonic() + TRIM_EVERY_S
+            for name in self._pools:
+                await self._stream.trim_acked(name, GROUP)
+        return len(found)
+
+    async def _refresh_pools(self) -> None:
+        if self._pools and self._clock.monotonic() < self._refresh_at:
+            return
+        self._refresh_at = self._clock.monotonic() + POOL_REFRESH_S
+        self._pools = {pool_key(pool, "usage"): pool for pool in await self._admission.list_pools()}
+
+    async def _persist(self, found: Sequence[StreamEntry]) -> None:
+        batch = _parse(found)
+        now = datetime.fromtimestamp(self._clock.wall(), UTC)
+        crash_point("usage.before_insert")
+        fresh = await self._store.write(lambda connection: _insert(connection, batch, now))
+        crash_point("usage.after_commit")
+        self._observe(batch, fresh)
+        crash_point("usage.before_ack")
+        by_stream: dict[str, list[StreamEntry]] = {}
+        for entry in found:
+            by_stream.setdefault(entry.stream, []).append(entry)
+        for stream, entries in by_stream.items():
+            await self._publish(self._pools[stream], entries)
+            await self._stream.ack(stream, GROUP, [e.entry_id for e in entries])
+        crash_point("usage.after_ack")
+
+    async def _publish(self, pool: Pool, entries: Sequence[StreamEntry]) -> None:
+        """Name what is durable, so that outboxes may forget it; names older than an hour go."""
+        now_ms = int(self._clock.wall() * 1000)
+        ids = [request_id_of(e.fields.get("e", b"")) for e in entries]
+        scores = {i: float(now_ms) for i in ids if i is not None}
+        if scores:
+            key = pool_key(pool, "committed")
+            with store_errors():
+                async with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.zadd(key, scores)
+                    pipe.zremrangebyscore(key, "-inf", now_ms - COMMITTED_KEPT_MS)
+                    await pipe.execute()
+
+    def _observe(self, batch: _Batch, fresh: Sequence[LedgerEntry]) -> None:
+        counts = {
+            "inserted": len(fresh),
+            "duplicate": len(batch.entries) - len(fresh),
+            "dead_letter": len(batch.letters),
+        }
+        for outcome, count in counts.items():
+            self._metrics.usage_events_total.labels(outcome).inc(count)
+        for letter in batch.letters:
+            structlog.get_logger().error("usage_dead_letter", entry_id=letter.entry_id, reason=letter.reason)
+        for entry in fresh:
+            with tracer().start_as_current_span("usage.insert", context=context_from(entry.traceparent)) as span:
+                span.set_attribute("millrace.request_id", entry.request_id)
+                span.set_attribute("millrace.tenant", entry.tenant)
+                span.set_attribute("gen_ai.usage.input_tokens", entry.billed.prompt)
+                span.set_attribute("gen_ai.usage.output_tokens", entry.billed.completion)
+
+
+def _parse(found: Sequence[StreamEntry]) -> _Batch:
+    batch = _Batch([], [])
+    for entry in found:
+        raw = entry.fields.get("e", b"")
+        try:
+            batch.entries.append(parse_event(raw, published_ms=int(entry.entry_id.partition("-")[0])))
+        except PoisonEvent as poison:
+            batch.letters.append(DeadLetter(entry.stream, entry.entry_id, str(poison), raw))
+    return batch
+
+
+def _insert(connection: sa.Connection, batch: _Batch, now: datetime) -> list[LedgerEntry]:
+    fresh = insert_entries(connection, batch.entries, now)
+    crash_point("usage.after_insert")
+    insert_dead_letters(connection, batch.letters, now)
+    crash_point("usage.before_commit")
+    return fresh

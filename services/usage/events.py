@@ -1,0 +1,151 @@
+"""Turns the bytes of a usage event into a checked ledger entry, or says why they are poison.
+
+Pure: no database, no Redis, no clock. Called by the consumer and by tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+
+from google.protobuf import message as protobuf_message
+from google.protobuf import timestamp_pb2
+from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
+
+MAX_EVENT_BYTES = 262_144
+MAX_ID_CHARS = 256
+
+
+class PoisonEvent(Exception):
+    """The event can never become a ledger row; `str()` is the reason kept with the dead letter."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token counts of one request; cached <= prompt and reasoning <= completion."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(
+            self.prompt + other.prompt,
+            self.cached + other.cached,
+            self.completion + other.completion,
+            self.reasoning + other.reasoning,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """One usage event, checked. `day` is the UTC day of its end, by which balances are kept; `raw` is the event."""
+
+    request_id: str
+    tenant: str
+    end_time: datetime
+    delivered: Tokens
+    billed: Tokens
+    traceparent: str
+    event: usage_event_pb2.UsageEvent
+    raw: bytes
+
+    @property
+    def day(self) -> date:
+        return self.end_time.date()
+
+
+def parse_event(raw: bytes, *, published_ms: int) -> LedgerEntry:
+    """Check one event. `published_ms` (the stream entry's time) stands in where the producer left out the end.
+
+    Raises PoisonEvent.
+    """
+    if len(raw) > MAX_EVENT_BYTES:
+        raise PoisonEvent(f"the event has {len(raw)} bytes, more than {MAX_EVENT_BYTES}")
+    try:
+        event = usage_event_pb2.UsageEvent.FromString(raw)
+    except protobuf_message.DecodeError:
+        raise PoisonEvent("the event is not a UsageEvent message") from None
+    _check_id("request_id", event.request_id)
+    _check_id("tenant", event.tenant)
+    if event.terminal_state not in _TERMINAL_STATES:
+        raise PoisonEvent("terminal_state is not set")
+    delivered = _tokens("delivered", event.delivered)
+    billed = _tokens("billed", event.billed)
+    if event.terminal_state == common_pb2.TERMINAL_STATE_REJECTED and billed != Tokens():
+        raise PoisonEvent("a rejected request is billed")
+    if any(count < 0 for count in event.choice_token_counts):
+        raise PoisonEvent("choice_token_counts has a negative count")
+    times = {name: time_of(event.times, name) for name in TIME_FIELDS}
+    end_time = times["end_time"]
+    if end_time is None:
+        end_time = _published(published_ms)
+    return LedgerEntry(event.request_id, event.tenant, end_time, delivered, billed, event.traceparent, event, raw)
+
+
+TIME_FIELDS = ("admit_time", "claim_time", "submit_time", "start_time", "first_token_time", "end_time")
+_TERMINAL_STATES = frozenset(common_pb2.TerminalState.values()) - {common_pb2.TERMINAL_STATE_UNSPECIFIED}
+
+
+def request_id_of(raw: bytes) -> str | None:
+    """The request id of an event that may be poison, so that its producer can forget it; None if unreadable."""
+    if len(raw) > MAX_EVENT_BYTES:
+        return None
+    try:
+        event = usage_event_pb2.UsageEvent.FromString(raw)
+    except protobuf_message.DecodeError:
+        return None
+    return event.request_id or None
+
+
+def time_of(times: common_pb2.RequestTimes, name: str) -> datetime | None:
+    """One time mark in UTC, None where it is absent. Raises PoisonEvent outside the years 1 to 9999."""
+    if not times.HasField(name):  # type: ignore[arg-type]
+        return None
+    stamp: timestamp_pb2.Timestamp = getattr(times, name)
+    try:
+        return stamp.ToDatetime(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        raise PoisonEvent(f"{name} is out of range") from None
+
+
+def enum_label(names: Mapping[int, str], prefix: str, value: int) -> str:
+    """`TERMINAL_STATE_COMPLETED` → `completed`; unset is the empty text, an unknown number is kept as digits."""
+    name = names.get(value)
+    if name is None:
+        return str(value)
+    label = name.removeprefix(prefix).lower()
+    return "" if label == "unspecified" else label
+
+
+def _check_id(name: str, text: str) -> None:
+    if not text:
+        raise PoisonEvent(f"{name} is empty")
+    if len(text) > MAX_ID_CHARS:
+        raise PoisonEvent(f"{name} has {len(text)} characters, more than {MAX_ID_CHARS}")
+    if not text.isprintable():
+        raise PoisonEvent(f"{name} has control characters")
+
+
+def _tokens(name: str, usage: common_pb2.TokenUsage) -> Tokens:
+    tokens = Tokens(
+        usage.prompt_token_count,
+        usage.cached_token_count,
+        usage.completion_token_count,
+        usage.reasoning_token_count,
+    )
+    if min(dataclasses.astuple(tokens)) < 0:
+        raise PoisonEvent(f"{name} has a negative count")
+    if tokens.cached > tokens.prompt or tokens.reasoning > tokens.completion:
+        raise PoisonEvent(f"{name} has a part that is larger than its whole")
+    return tokens
+
+
+def _published(published_ms: int) -> datetime:
+    try:
+        return datetime.fromtimestamp(published_ms / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        raise PoisonEvent("the event has no end time and its stream entry has no valid one") from None

@@ -1,0 +1,1 @@
+"""Schema migrations, run by `store.open_store` at start under a lock."""

@@ -1,0 +1,146 @@
+"""The tables of the usage database, as the newest migration leaves them. Never runs SQL.
+
+Row ids are handed out by `ledger_head` inside the inserting transaction, so they have no gaps and become visible in
+their order: a cursor never skips a row and a hash chain has one order. Request ids are ULIDs compared byte by byte,
+so PostgreSQL can range-partition `ledger` by `request_id` (by time, in effect) and keep the event id unique.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+
+class UtcTime(TypeDecorator[datetime]):
+    """A point in time, always aware and in UTC, on databases with and without time zones."""
+
+    impl = sa.DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        return None if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+# Compared byte by byte on both databases.
+IdText = sa.Text().with_variant(postgresql.TEXT(collation="C"), "postgresql")
+JsonValue = sa.JSON().with_variant(postgresql.JSONB(), "postgresql")
+
+metadata = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+
+ledger_head = sa.Table(
+    "ledger_head",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("last_row_id", sa.BigInteger, nullable=False),
+)
+
+ledger = sa.Table(
+    "ledger",
+    metadata,
+    sa.Column("row_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("request_id", IdText, nullable=False, unique=True),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("project", sa.Text, nullable=False),
+    sa.Column("key_id", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("manifest_digest", sa.LargeBinary, nullable=False),
+    sa.Column("pool_model", sa.Text, nullable=False),
+    sa.Column("pool", sa.Text, nullable=False),
+    sa.Column("shard", sa.Integer, nullable=False),
+    sa.Column("priority_class", sa.Text, nullable=False),
+    sa.Column("length_class", sa.Text, nullable=False),
+    sa.Column("terminal_state", sa.Text, nullable=False),
+    sa.Column("finish_reason", sa.Text, nullable=False),
+    sa.Column("error_reason", sa.Text, nullable=False),
+    *(sa.Column(f"delivered_{name}", sa.Integer, nullable=False) for name in TOKEN_COLUMNS),
+    *(sa.Column(f"billed_{name}", sa.Integer, nullable=False) for name in TOKEN_COLUMNS),
+    sa.Column("choice_token_counts", JsonValue, nullable=False),
+    sa.Column("admit_time", UtcTime),
+    sa.Column("claim_time", UtcTime),
+    sa.Column("submit_time", UtcTime),
+    sa.Column("start_time", UtcTime),
+    sa.Column("first_token_time", UtcTime),
+    sa.Column("end_time", UtcTime, nullable=False),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("epoch", sa.BigInteger, nullable=False),
+    sa.Column("worker_instance", sa.Text, nullable=False),
+    sa.Column("gateway_instance", sa.Text, nullable=False),
+    sa.Column("user_label", sa.Text, nullable=False),
+    sa.Column("metadata", JsonValue, nullable=False),
+    sa.Column("traceparent", sa.Text, nullable=False),
+    sa.Column("event", sa.LargeBinary, nullable=False),
+    sa.Column("insert_time", UtcTime, nullable=False),
+    sa.Index(None, "tenant", "row_id"),
+    sa.Index(None, "end_time"),
+)
+
+# Sums of the ledger by tenant and UTC day of the request's end, moved in the inserting transaction.
+balances = sa.Table(
+    "balances",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("day", sa.Date, primary_key=True),
+    sa.Column("request_count", sa.BigInteger, nullable=False),
+    *(sa.Column(f"delivered_{name}", sa.BigInteger, nullable=False) for name in TOKEN_COLUMNS),
+    *(sa.Column(f"billed_{name}", sa.BigInteger, nullable=False) for name in TOKEN_COLUMNS),
+)
+
+tenants = sa.Table(
+    "tenants",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("display_name", sa.Text, nullable=False),
+    sa.Column("requests_per_minute", sa.Integer),
+    sa.Column("tokens_per_minute", sa.BigInteger),
+    sa.Column("concurrent_requests", sa.Integer),
+    sa.Column("budget_tokens", sa.BigInteger),
+    sa.Column("queued_requests", sa.Integer),
+    sa.Column("weight", sa.Float, nullable=False),
+    sa.Column("create_time", UtcTime, nullable=False),
+)
+
+# `digest` is the SHA-256 of the secret; the secret itself is stored nowhere.
+api_keys = sa.Table(
+    "api_keys",
+    metadata,
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("tenant", sa.Text, sa.ForeignKey("tenants.tenant"), nullable=False, index=True),
+    sa.Column("project", sa.Text, nullable=False),
+    sa.Column("display_name", sa.Text, nullable=False),
+    sa.Column("digest", sa.LargeBinary, nullable=False, unique=True),
+    sa.Column("prefix", sa.Text, nullable=False),
+    sa.Column("models", JsonValue, nullable=False),
+    sa.Column("create_time", UtcTime, nullable=False),
+    sa.Column("expire_time", UtcTime),
+    sa.Column("revoke_time", UtcTime),
+)
+
+# Events that can never become rows, unique by where they came from, so that a replay adds none.
+dead_letters = sa.Table(
+    "dead_letters",
+    metadata,
+    sa.Column("stream", IdText, primary_key=True),
+    sa.Column("entry_id", IdText, primary_key=True),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("payload", sa.LargeBinary, nullable=False),
+    sa.Column("insert_time", UtcTime, nullable=False),
+)

@@ -1,0 +1,121 @@
+"""Builds a usage service from its settings: the only place that constructs its collaborators.
+
+Also owns the order of start, drain and stop. Called by __main__ and by tests that run services in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+
+import grpc
+import structlog
+from millrace.usage.v1 import usage_service_pb2_grpc
+
+from services.common.admission_store import AdmissionStore
+from services.common.clock import Clock, SystemClock
+from services.common.errors import StoreUnavailable
+from services.common.grpc_server import GrpcServer, start_server
+from services.common.lifecycle import StartupError
+from services.common.metrics import Metrics, MetricsServer, start_metrics_server
+from services.common.redis_client import connect
+from services.usage.accounts import Accounts
+from services.usage.config import UsageConfig
+from services.usage.consumer import Consumer
+from services.usage.service import AccountService, AdminGate, UsageService
+from services.usage.store import Store, open_store
+
+SERVICE_NAMES = ("millrace.usage.v1.UsageService", "millrace.usage.v1.AccountService")
+
+
+class UsageApp:
+    """One running usage service."""
+
+    def __init__(self, config: UsageConfig, store: Store, clock: Clock) -> None:
+        self.metrics = Metrics()
+        self._config = config
+        self._store = store
+        self._redis = connect(config.redis_url)
+        self.accounts = Accounts(store, AdmissionStore(self._redis), clock)
+        self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._server: GrpcServer | None = None
+        self._metrics_server: MetricsServer | None = None
+        self._task_died = False
+
+    @property
+    def address(self) -> str:
+        """Where the gRPC services answer, once started."""
+        return self._server.address if self._server is not None else ""
+
+    def healthy(self) -> bool:
+        """No task of this process died."""
+        return not self._task_died
+
+    def ready(self) -> bool:
+        """Healthy, and neither Redis nor the database is away."""
+        return self.healthy() and not self.consumer.away
+
+    async def start(self) -> None:
+        """Come up; Redis may come later. Raises StartupError."""
+        try:
+            if self._config.bootstrap_key:
+                await self._bootstrap()
+            listen = self._config.metrics_listen
+            try:
+                self._metrics_server = await start_metrics_server(listen, self.metrics, self.healthy, self.ready)
+            except OSError as error:
+                raise StartupError(f"The address {listen} cannot be bound: is the port taken?") from error
+            self._server = await start_server(self._config.grpc_listen, self._add, service_names=SERVICE_NAMES)
+        except BaseException:
+            await self.stop()
+            raise
+        self._spawn("consume", self.consumer.run())
+        self._spawn("hot_copy", self.accounts.keep_hot_copy())
+        await self._server.set_serving(True)
+        structlog.get_logger().info("usage_ready", address=self.address)
+
+    async def drain(self, grace_s: float) -> None:
+        """Unready at once. What is not in the ledger yet stays pending in Redis for the next start."""
+        if self._server is not None:
+            await self._server.set_serving(False)
+            await self._server.stop(grace_s)
+
+    async def stop(self) -> None:
+        """Release everything; a transaction under way ends first. Safe after a failed start."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._tasks.clear()
+        if self._server is not None:
+            await self._server.stop(0.5)
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
+        await asyncio.to_thread(self._store.close)
+        with contextlib.suppress(OSError):
+            await self._redis.aclose()
+
+    async def _bootstrap(self) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            # Redis may come later: the key is in the database then, and the hot copy follows from it.
+            await self.accounts.bootstrap(self._config.bootstrap_key)
+
+    def _add(self, server: grpc.aio.Server) -> None:
+        gate = AdminGate(self._config.admin_token)
+        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageService(self._store, gate), server)
+        usage_service_pb2_grpc.add_AccountServiceServicer_to_server(AccountService(self.accounts, gate), server)
+
+    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
+        task = self._tasks[name] = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            structlog.get_logger().error("task_died", task=task.get_name(), exc_info=error)
+            self._task_died = True
+
+
+def build(config: UsageConfig, *, clock: Clock | None = None) -> UsageApp:
+    """Open and migrate the database; a service that is ready to start. Blocks. Raises StartupError."""
+    return UsageApp(config, open_store(config.database_url), clock if clock is not None else SystemClock())
