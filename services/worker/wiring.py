@@ -96,6 +96,14 @@ class WorkerApp:
         """The engine makes progress and no task of this process died."""
         return self.parts.engine.healthy() and not self._task_died
 
+    def record(self) -> WorkerRecord:
+        """This worker's entry in the registry; complete once started."""
+        identity = self.parts.identity
+        model = identity.model
+        return WorkerRecord(
+            identity.instance, self.address, model.model, model.version, identity.pool, role="aggregated"
+        )
+
     async def start(self) -> None:
         """Come up in order; ready only after a generated canary token. Raises StartupError."""
         try:
@@ -144,7 +152,7 @@ class WorkerApp:
         self._server = await start_server(config.grpc_listen, self._add_service, service_names=[SERVICE_NAME])
         parts.board.started = True
         await self._server.set_serving(True)
-        self._lease = RegistryLease(parts.store, self._record(), parts.clock)
+        self._lease = RegistryLease(parts.store, self.record(), parts.clock)
         self._spawn("lease", self._lease.run())
         self._spawn("sweep", parts.hub.sweep())
         self._spawn("terminals", parts.terminals.run())
@@ -162,13 +170,6 @@ class WorkerApp:
 
     def _add_service(self, server: grpc.aio.Server) -> None:
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.parts.service, server)
-
-    def _record(self) -> WorkerRecord:
-        identity = self.parts.identity
-        model = identity.model
-        return WorkerRecord(
-            identity.instance, self.address, model.model, model.version, identity.pool, role="aggregated"
-        )
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
@@ -13,12 +14,14 @@ from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 from millrace.worker.v1 import worker_service_pb2_grpc
 
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import FinishResult, Pool, Terminal, WorkerRecord
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.grpc_client import open_channel
 from services.worker.config import EngineSettings, WorkerConfig
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript, echo_token
+from services.worker.engine.outputs import SchedulerOutput
 from services.worker.model_source import ECHO_VOCABULARY, LoadedModel, load_model
 from services.worker.wiring import WorkerApp, build
 
@@ -154,6 +157,22 @@ class Received:
         return [len(self.tokens.get(i, [])) for i in range(size)]
 
 
+class Gate:
+    """Holds the engine's thread before a step until it is opened."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.held = threading.Event()
+        self.steps = 0
+
+    def __call__(self, _: SchedulerOutput) -> None:
+        self.steps += 1
+        if not self.open.is_set():
+            self.held.set()
+            self.open.wait(30)
+
+
 class GatewayClient:
     """Plays one gateway incarnation over a real channel; acknowledges each frame unless told not to."""
 
@@ -272,17 +291,21 @@ class WorkerRig:
 
 @contextlib.asynccontextmanager
 async def running_worker(
-    *, config: WorkerConfig | None = None, script: FakeScript | None = None, clock: Clock | None = None
+    *,
+    config: WorkerConfig | None = None,
+    script: FakeScript | None = None,
+    clock: Clock | None = None,
+    store: AdmissionStore | None = None,
 ) -> AsyncIterator[WorkerRig]:
     """A worker of the echo model, stopped at the end. `script` replaces the runner's latency and faults."""
     config = config if config is not None else echo_config()
     model = load_model(config)
     if script is not None:
         model = LoadedModel(FakeModelRunner(model.runner.spec, script=script), model.served, model.budget_text)
-    store = RememberingStore()
-    app = build(config, store=store, model=model, clock=clock)  # type: ignore[arg-type]
+    remembering = RememberingStore()
+    app = build(config, store=store or remembering, model=model, clock=clock)  # type: ignore[arg-type]
     await app.start()
     try:
-        yield WorkerRig(app, store)
+        yield WorkerRig(app, remembering)
     finally:
         await app.stop()

@@ -13,6 +13,7 @@ from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.common.clock import SystemClock
+from services.common.lifecycle import StartupError
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.engine.request import RequestKey
@@ -37,7 +38,7 @@ class Saboteur:
         self.armed = False
 
     def __call__(self, _: SchedulerOutput) -> None:
-        time.sleep(0.001)
+        time.sleep(0.005)
         if self.armed:
             self.armed = False
             self._deed()  # type: ignore[operator]
@@ -263,9 +264,7 @@ async def test_a_drain_by_rpc_answers_how_much_still_runs() -> None:
         await gateway.close()
 
 
-async def test_a_worker_whose_first_token_never_comes_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.common.lifecycle import StartupError
-
+async def test_a_worker_whose_first_token_never_comes_does_not_start() -> None:
     with pytest.raises(StartupError, match="first token"):
         async with running_worker(script=FakeScript(before_step=lambda _: explode())):
             pass

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.worker.engine.fake_model_runner import FakeScript
-from services.worker.engine.outputs import SchedulerOutput
-from tests.helpers.worker import WorkerRig, echo_config, echo_tokens, entry, running_worker
+from tests.helpers.worker import Gate, WorkerRig, echo_config, echo_tokens, entry, running_worker
 
 
 async def attached(rig: WorkerRig, instance: str = "gateway-1") -> None:
     await rig.until(lambda: rig.app.parts.table.is_attached(instance))
-
-
-class Gate:
-    """Holds the engine's thread before a step until it is opened."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-        self.held = threading.Event()
-        self.steps = 0
-
-    def __call__(self, _: SchedulerOutput) -> None:
-        self.steps += 1
-        if not self.open.is_set():
-            self.held.set()
-            self.open.wait(30)
 
 
 async def test_a_stream_is_exactly_the_echo_sequence() -> None:
@@ -128,13 +110,10 @@ async def test_prompt_logprobs_come_once_with_a_place_for_every_prompt_token() -
 
 
 async def test_a_broken_stream_continues_without_gap_or_repeat() -> None:
-    gate = Gate()
-    async with running_worker(script=FakeScript(before_step=gate)) as rig:
+    async with running_worker(config=echo_config(step_ms=5)) as rig:
         gateway = await rig.gateway()
         await attached(rig)
-        gate.open.clear()
         await gateway.submit(entry("r1", max_tokens=200))
-        gate.open.set()
         await gateway.until(lambda: len(gateway.of("r1").tokens.get(0, [])) >= 5)
 
         await gateway.hang_up()
@@ -291,12 +270,15 @@ async def test_a_newer_epoch_supersedes_the_running_one() -> None:
 
 
 async def test_the_same_submit_twice_is_accepted_once() -> None:
-    async with running_worker() as rig:
+    gate = Gate()
+    async with running_worker(script=FakeScript(before_step=gate)) as rig:
         gateway = await rig.gateway()
         await attached(rig)
+        gate.open.clear()
 
         first = await gateway.submit(entry("r1", max_tokens=100))
         second = await gateway.submit(entry("r1", max_tokens=100))
+        gate.open.set()
         await gateway.finished("r1")
 
         assert first.accepted

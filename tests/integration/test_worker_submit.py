@@ -12,11 +12,12 @@ from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.common.errors import InvalidRequest, NotFound
 from services.common.grpc_client import error_from_rpc
-from services.worker.engine.fake_model_runner import FakeModelRunner
+from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.model_source import LoadedModel, load_model
 from services.worker.service import ServedModel
 from services.worker.wiring import build
 from tests.helpers.worker import (
+    Gate,
     GatewayClient,
     RememberingStore,
     WorkerRig,
@@ -89,12 +90,16 @@ async def test_the_longest_request_that_fits_is_taken_and_one_token_more_is_not(
 
 
 async def test_a_full_batch_has_no_room_until_a_choice_ends() -> None:
-    async with running_worker(config=echo_config(step_ms=2, max_num_seqs=2)) as rig:
+    gate = Gate()
+    config = echo_config(max_num_seqs=2)
+    async with running_worker(config=config, script=FakeScript(before_step=gate)) as rig:
         gateway = await ready_gateway(rig)
+        gate.open.clear()
         await gateway.submit(entry("r1", max_tokens=300))
         await gateway.submit(entry("r2", max_tokens=10))
 
         full = await gateway.submit(entry("r3", max_tokens=5))
+        gate.open.set()
         await gateway.finished("r2")
         after = await gateway.submit(entry("r3", max_tokens=5))
 
@@ -104,14 +109,17 @@ async def test_a_full_batch_has_no_room_until_a_choice_ends() -> None:
 
 
 async def test_a_prompt_that_finds_too_few_free_blocks_has_no_room() -> None:
-    config = echo_config(step_ms=2, max_model_len=256, num_blocks=16)
-    async with running_worker(config=config) as rig:
+    gate = Gate()
+    config = echo_config(max_model_len=256, num_blocks=16)
+    async with running_worker(config=config, script=FakeScript(before_step=gate)) as rig:
         gateway = await ready_gateway(rig)
+        gate.open.clear()
         await gateway.submit(entry("r1", prompt=list(range(150)), max_tokens=60))
 
         refused = await gateway.submit(entry("r2", prompt=list(range(500, 650)), max_tokens=5))
 
         assert refused.refusal == pb.SUBMIT_REFUSAL_NO_ROOM
+        gate.open.set()
         await gateway.close()
 
 
@@ -181,10 +189,11 @@ async def test_attach_without_hello_is_an_invalid_request() -> None:
 async def test_watch_tells_room_at_once_and_again_when_it_changes() -> None:
     async with running_worker(config=echo_config(step_ms=5, max_num_seqs=4)) as rig:
         gateway = await ready_gateway(rig)
+        await rig.until(lambda: rig.app.parts.engine.progress_age() is None)
         call = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"))
         first = await call.read()
 
-        await gateway.submit(entry("r1", max_tokens=100, choices=3))
+        await gateway.submit(entry("r1", max_tokens=500, choices=3))
         busy = await call.read()
         while busy.free_slot_count == 4:
             busy = await call.read()

@@ -103,9 +103,11 @@ async def test_an_abort_ends_the_request_as_cancelled(rig: Rig) -> None:
 
 
 async def test_a_request_that_the_engine_refuses_comes_back_as_a_rejection(rig: Rig) -> None:
+    rig.gate.clear()
     rig.loop.submit(request("long", max_tokens=1_000))
     rig.loop.submit(request("twice", max_tokens=100))
     rig.loop.submit(request("twice", max_tokens=100))
+    rig.gate.set()
 
     await rig.until(lambda: sum(len(r.rejections) for r in rig.reports) == 2)
 
