@@ -22,6 +22,9 @@ from services.common.grpc_client import open_channel
 GIVE_UP_S = 3.0
 ACK_TOKENS = 8
 ACK_DELAY_S = 0.100
+# A worker that says nothing for so long is asked; one that does not answer is frozen, whatever its socket says.
+SILENCE_S = 2.0
+PROBE_TIMEOUT_S = 4.0
 _CONNECT_S = 1.0
 _SETTLED_S = 1.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.4)
@@ -79,6 +82,7 @@ class WorkerAttachment:
         self._settled = False
         self._given_up = True
         self._replaced = False
+        self._heard_at = 0.0
         self._loss_timer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger().bind(worker=record.instance)
 
@@ -176,6 +180,7 @@ class WorkerAttachment:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._write(call))
                 group.create_task(self._settle(call))
+                group.create_task(self._probe(stub))
                 async for frame in _frames(call):
                     self._take(frame)
                 raise ConnectionError("the worker closed the stream")
@@ -187,6 +192,14 @@ class WorkerAttachment:
                 await call.initial_metadata()
         self._settle_now()
 
+    async def _probe(self, stub: worker_service_pb2_grpc.WorkerServiceAsyncStub) -> None:
+        while True:
+            await self._clock.sleep(SILENCE_S)
+            silent = self._clock.monotonic() - self._heard_at >= SILENCE_S
+            if silent and self._listener.continued(self.record.instance):
+                async with asyncio.timeout(PROBE_TIMEOUT_S):
+                    await stub.GetModelCard(worker_service_pb2.GetModelCardRequest())
+
     def _settle_now(self) -> None:
         self._settled, self._given_up = True, False
         if self._loss_timer is not None:
@@ -197,6 +210,7 @@ class WorkerAttachment:
         if frame.worker_instance != self.record.instance:
             raise WrongWorkerError
         self._settle_now()
+        self._heard_at = self._clock.monotonic()
         for event in frame.events:
             if event.WhichOneof("event") == "delta":
                 self._unacked[event.request_id] = None

@@ -35,6 +35,8 @@ class PlayedWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self.ack_messages = 0
         self.cancels: list[pb.Cancel] = []
         self.outgoing: asyncio.Queue[list[pb.Event] | None] = asyncio.Queue()
+        self.thawed = asyncio.Event()
+        self.thawed.set()
         self.address = "127.0.0.1:0"
         self._server: grpc.aio.Server | None = None
 
@@ -59,6 +61,7 @@ class PlayedWorker(worker_service_pb2_grpc.WorkerServiceServicer):
     async def GetModelCard(  # type: ignore[override]
         self, request: pb.GetModelCardRequest, context: object
     ) -> pb.GetModelCardResponse:
+        await self.thawed.wait()
         return pb.GetModelCardResponse(worker_instance=self.instance)
 
     async def Attach(  # type: ignore[override]
@@ -279,6 +282,23 @@ async def test_frames_of_another_incarnation_are_not_taken(rig: Rig) -> None:
 
     await until(lambda: not rig.pool.serves("m", "1"))
     assert rig.listener.tokens == {}
+
+
+async def test_a_frozen_worker_is_noticed_though_its_socket_is_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_attach, "SILENCE_S", 0.1)
+    monkeypatch.setattr(worker_attach, "PROBE_TIMEOUT_S", 0.2)
+    await rig.attached()
+    rig.worker.send(delta("r", 0, 1))
+    await until(lambda: "r" in rig.listener.tokens)
+    rig.worker.thawed.clear()
+    await asyncio.sleep(0.5)
+    assert rig.pool.serves("m", "1"), "an idle worker is left in peace"
+
+    rig.listener.held = [pb.Continue(request_id="r", epoch=1, next_indices=[1])]
+
+    await until(lambda: rig.listener.lost == ["worker-a"])
+    rig.worker.thawed.set()
+    await until(lambda: rig.pool.serves("m", "1"))
 
 
 async def test_a_reopened_stream_says_hello_again(rig: Rig) -> None:
