@@ -16,8 +16,9 @@ RUN groupadd --gid 10001 millrace && \
     install -d -o millrace -g millrace -m 700 /var/lib/millrace
 COPY --from=build /opt/venv /opt/venv
 COPY deploy/docker/run-service.sh /usr/local/bin/run-service
+COPY deploy/docker/millrace.sh /opt/millrace/bin/millrace
 COPY deploy/docker/healthcheck.py /usr/local/lib/millrace/healthcheck.py
-ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/millrace/bin:/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER millrace
 WORKDIR /var/lib/millrace
 VOLUME /var/lib/millrace
