@@ -184,6 +184,7 @@ class EngineMachine(RuleBasedStateMachine):
     def blocks_and_slots_add_up(self) -> None:
         if hasattr(self, "rig"):
             self.rig.engine.check_invariants()
+            assert self.rig.engine.stats(self.rig.now).steps_without_progress == 0, "a step with work computed nothing"
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

@@ -15,8 +15,10 @@ from services.worker.engine.request_queue import RequestQueue
 from services.worker.engine.running_batch import RunningBatch
 from services.worker.engine.step_builder import StepBuilder
 
-# Requests looked at in vain before a round of admission gives up, so that a step's time does not follow the queue.
+# Requests too big for the pool that a round of admission looks at before it gives up, and requests in all: a step's
+# time must not follow the queue.
 _MAX_TRIES = 32
+_MAX_LOOKS = 256
 # Long prefills that hold blocks at once; they take turns by tenant.
 _MAX_LONG_PREFILLS = 4
 
@@ -25,6 +27,7 @@ class _Obstacle(enum.Enum):
     """Why a request cannot start now."""
 
     OTHER_COMPUTES = enum.auto()
+    LONG_PREFILLS = enum.auto()
     TENANT_SLOTS = enum.auto()
     TENANT_BLOCKS = enum.auto()
     POOL_BLOCKS = enum.auto()
@@ -49,23 +52,19 @@ class Admission:
         """
         walk = self._queue.walk()
         blocked: list[Request] = []
-        tries = 0
-        while builder.budget > 0 and not self._running.is_full and tries < _MAX_TRIES:
+        for _ in range(_MAX_LOOKS):
+            if builder.budget <= 0 or self._running.is_full or len(blocked) >= _MAX_TRIES:
+                return
             request = walk.peek()
             if request is None or (blocked and request.priority_class > blocked[0].priority_class):
                 return
-            if self._too_many_long(request, builder):
-                tries += 1
-                walk.pass_by()
-                continue
-            fit = self._fit(request)
+            fit = self._fit(request, builder)
             if isinstance(fit, PrefixMatch):
                 self._start(request, fit, builder)
                 walk.taken()
                 for passed in blocked:
                     passed.bypass_count += 1
                 continue
-            tries += 1
             if fit is _Obstacle.POOL_BLOCKS:
                 blocked.append(request)
                 if request.bypass_count >= self._max_bypass_count:
@@ -93,9 +92,11 @@ class Admission:
             walk.pass_by()
         return []
 
-    def _fit(self, request: Request) -> PrefixMatch | _Obstacle:
+    def _fit(self, request: Request, builder: StepBuilder) -> PrefixMatch | _Obstacle:
         if self._running.room(request.tenant).total < 1:
             return _Obstacle.TENANT_SLOTS
+        if self._too_many_long(request, builder):
+            return _Obstacle.LONG_PREFILLS
         return self._fit_blocks(request)
 
     def _fit_blocks(self, request: Request) -> PrefixMatch | _Obstacle:
@@ -130,7 +131,7 @@ class Admission:
         size = builder.chunk_size(request, others_wait=len(self._queue) > 0)
         if size:
             builder.add_chunk(request, size)
-            self._queue.charge(request, size)
+            self._queue.charge_chunk(request, size)
 
     def _too_many_long(self, request: Request, builder: StepBuilder) -> bool:
         if not builder.is_long(request):

@@ -168,6 +168,7 @@ class Request:
         "group",
         "key",
         "max_num_tokens",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -210,6 +211,8 @@ class Request:
         self.state = RequestState.WAITING
         self.started = False
         self.num_computed_tokens = 0
+        # Prompt tokens whose computing the tenant has been charged for: a recompute is not its fault.
+        self.num_charged_tokens = 0
         self.num_prompt_logprobs = 0
         self.bypass_count = 0
         self.waits_for: bytes | None = None

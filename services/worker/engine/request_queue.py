@@ -13,6 +13,9 @@ from operator import attrgetter
 
 from services.worker.engine.request import PriorityClass, Request
 
+# Requests of a tenant that a walk passes by before it leaves that tenant alone.
+_MAX_TRIES_PER_TENANT = 8
+
 _by_sequence = attrgetter("sequence")
 
 
@@ -26,11 +29,17 @@ class RequestQueue:
         # Virtual time of the last dispatch: a tenant that was away starts here, it saves nothing up.
         self._floor = 0.0
         self._count = 0
+        self._token_count = 0
         # When age last lifted a request of the tenant out of BATCH.
         self._promoted_at: dict[str, float] = {}
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def token_count(self) -> int:
+        """Known tokens of all waiting requests."""
+        return self._token_count
 
     def waiting(self) -> list[Request]:
         """All waiting requests, in no order that matters."""
@@ -62,6 +71,7 @@ class RequestQueue:
         lane = self._lanes[request.priority_class].setdefault(request.tenant, [])
         insort(lane, request, key=_by_sequence)
         self._count += 1
+        self._token_count += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out: it runs now, or has ended. Raises KeyError when it does not wait."""
@@ -74,6 +84,7 @@ class RequestQueue:
         if not lane:
             del lanes[request.tenant]
         self._count -= 1
+        self._token_count -= request.num_tokens
 
     def fair_order(self, request: Request) -> tuple[int, float, int]:
         """Sort key of a running request among its like: class, what its tenant has had, age."""
@@ -82,6 +93,14 @@ class RequestQueue:
     def charge(self, request: Request, tokens: int) -> None:
         """Add computed tokens to the tenant's virtual time."""
         self._virtual_tokens[request.tenant] += tokens / request.weight
+
+    def charge_chunk(self, request: Request, size: int) -> None:
+        """Charge for the prompt tokens among the next `size` to compute, each once however often it is computed."""
+        end = min(request.num_computed_tokens + size, request.num_prompt_tokens)
+        fresh = end - max(request.num_charged_tokens, request.num_computed_tokens)
+        if fresh > 0:
+            request.num_charged_tokens = end
+            self.charge(request, fresh)
 
     def charge_one_each(self, requests: Iterable[Request]) -> None:
         """Add one computed token for each of `requests`."""
@@ -114,6 +133,7 @@ class RequestQueue:
         """Raise AssertionError when a count is off or a finished tenant is still carried."""
         waiting = self.waiting()
         assert len(waiting) == self._count, f"queue counts {self._count}, holds {len(waiting)}"
+        assert sum(request.num_tokens for request in waiting) == self._token_count, "waiting tokens are miscounted"
         assert all(count > 0 for count in self._unfinished.values()), "a tenant without requests is unfinished"
         assert all(request.tenant in self._unfinished for request in waiting), "a waiting tenant is not unfinished"
         assert all(tenant in self._unfinished for tenant in self._promoted_at), "a promotion outlived its tenant"
@@ -166,9 +186,12 @@ class FairWalk:
             heapq.heappop(self._heap)
 
     def pass_by(self) -> None:
-        """Leave the peeked request waiting; the tenant's next one may be tried."""
+        """Leave the peeked request waiting; the tenant's next one may be tried, unless several were in vain."""
         tenant = self._heap[0][2]
-        self._positions[tenant] = self._positions.get(tenant, 0) + 1
+        position = self._positions.get(tenant, 0) + 1
+        self._positions[tenant] = position
+        if position >= _MAX_TRIES_PER_TENANT:
+            heapq.heappop(self._heap)
 
     def pass_by_tenant(self) -> None:
         """Leave all of the peeked tenant's requests of this class waiting."""

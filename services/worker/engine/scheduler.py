@@ -61,7 +61,7 @@ class Scheduler:
         self._admission = Admission(self._queue, self._running, self.kv, config=config)
         self._requests: dict[RequestKey, Request] = {}
         self._by_id: dict[str, list[Request]] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._sequence = 0
         self._step = 0
         self._builder = self._new_builder()
@@ -151,7 +151,7 @@ class Scheduler:
             else:
                 outputs.append(output)
         self._counters.decode += decoded
-        if decision.scheduled or self._ended:
+        if decision.scheduled or self._ended or not self._requests:
             self._idle_steps = 0
             self._progress_at = now
         else:
@@ -171,12 +171,11 @@ class Scheduler:
     def stats(self, now: float) -> EngineStats:
         """Counts as of now."""
         pool, admission, spec, counters = self.kv.pool, self._admission, self._speculation, self._counters
-        waiting = self._queue.waiting()
-        backlog = sum(each.num_tokens - each.num_computed_tokens for each in (*waiting, *self._running))
+        backlog = self._queue.token_count + sum(each.num_tokens - each.num_computed_tokens for each in self._running)
         return EngineStats(
             step=self._step,
             running_count=len(self._running),
-            waiting_count=len(waiting),
+            waiting_count=len(self._queue),
             free_block_count=pool.available_count - pool.cached_count,
             cached_block_count=pool.cached_count,
             held_block_count=pool.held_count,
@@ -192,7 +191,7 @@ class Scheduler:
             draft_token_total=spec.draft_total if spec else 0,
             accepted_draft_token_total=spec.accepted_total if spec else 0,
             block_copy_total=self.kv.copy_total,
-            steps_without_progress=self._idle_steps if self._requests else 0,
+            steps_without_progress=self._idle_steps,
             seconds_without_progress=now - self._progress_at if self._requests else 0.0,
         )
 
@@ -226,13 +225,21 @@ class Scheduler:
         if reason is not None:
             self._finish(request, stop_rules.ended(request, reason))
         elif group.source.deadline is not None:
-            heapq.heappush(self._deadlines, (group.source.deadline, request.sequence, request))
+            heapq.heappush(self._deadlines, (group.source.deadline, request.sequence, request.key))
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.state is not RequestState.FINISHED:
+            _, sequence, key = heapq.heappop(self._deadlines)
+            request = self._requests.get(key)
+            if request is not None and request.sequence == sequence:
                 self._finish(request, stop_rules.ended(request, FinishReason.EXPIRED))
+        if len(self._deadlines) > 2 * len(self._requests) + 1024:
+            self._deadlines = [
+                entry
+                for entry in self._deadlines
+                if entry[2] in self._requests and self._requests[entry[2]].sequence == entry[1]
+            ]
+            heapq.heapify(self._deadlines)
         self._running.compact()
 
     def _age(self, now: float) -> None:
@@ -289,8 +296,8 @@ class Scheduler:
                 continue
             size = builder.chunk_size(request, others_wait=others_wait)
             if size:
+                self._queue.charge_chunk(request, size)
                 builder.add_chunk(request, size)
-                self._queue.charge(request, size)
 
     def _make_fit(self, request: Request, num_tokens: int) -> bool:
         """Blocks for a running request's next token, at the cost of worse ones; False when it was itself the worst."""
