@@ -7,10 +7,11 @@ entry is written. Implements the seam's Generator; called by the front.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from millrace.common.v1 import admission_pb2, common_pb2
@@ -32,6 +33,7 @@ from services.gateway.requests import BUDGET_LEASE_TOKENS, RequestCore, RequestL
 from services.gateway.tasks import Tasks
 
 RETRY_AFTER_S = 1.0
+STORE_PATIENCE_S = 3.0
 # Above this many prompt tokens the block hashes are computed in a thread.
 _THREAD_TOKENS = 8_192
 _ULID_CHARS = 26
@@ -173,7 +175,8 @@ class AdmissionGenerator:
             tenant, facts.request_id, prompt + most, prompt + min(BUDGET_LEASE_TOKENS, most), facts.key.limits
         )
         try:
-            refusal = await self._store.reserve(ask)
+            async with _patience():
+                refusal = await self._store.reserve(ask)
             if refusal is not None:
                 raise _refused(refusal)
         except (StoreUnavailable, asyncio.CancelledError):
@@ -182,9 +185,10 @@ class AdmissionGenerator:
         self._table.add(live)
         remaining_ms = int((limits.deadline - self._clock.monotonic()) * 1000)
         try:
-            answer = await self._store.enqueue(
-                facts.pool, facts.entry, self._settings.caps, remaining_ms=max(1, remaining_ms)
-            )
+            async with _patience():
+                answer = await self._store.enqueue(
+                    facts.pool, facts.entry, self._settings.caps, remaining_ms=max(1, remaining_ms)
+                )
         except BaseException as error:
             # It may stand in the queue: end it the way of every admitted request, behind the caller's back.
             self._tasks.spawn(self._undo(live, error), name="undo-admission")
@@ -241,6 +245,16 @@ class AdmissionGenerator:
             weight=key.weight,
             attempt=1,
         )
+
+
+@contextlib.asynccontextmanager
+async def _patience() -> AsyncIterator[None]:
+    """A Redis that hangs is away."""
+    try:
+        async with asyncio.timeout(STORE_PATIENCE_S):
+            yield
+    except TimeoutError as error:
+        raise StoreUnavailable("The admission store does not answer.", retry_after_s=RETRY_AFTER_S) from error
 
 
 def _block_hashes(request: ValidRequest, salt: bytes) -> list[int]:

@@ -36,19 +36,20 @@ class _Server(uvicorn.Server):
 
 def listen(address: str) -> socket.socket:
     """A bound, listening socket for `host:port` (0 = any) or `unix:/path`. Raises StartupError."""
+    place: str | tuple[str, int]
+    if address.startswith("unix:"):
+        family, place = socket.AF_UNIX, address.removeprefix("unix:")
+    else:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        family, place = (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+    opened = socket.socket(family)
     try:
-        if address.startswith("unix:"):
-            opened = socket.socket(socket.AF_UNIX)
-            opened.bind(address.removeprefix("unix:"))
-        else:
-            host, _, port = address.rpartition(":")
-            host = host.strip("[]")
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            opened = socket.socket(family)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened.bind((host, int(port)))
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(place)
         opened.listen(BACKLOG)
     except OSError as error:
+        opened.close()
         raise StartupError(f"The address {address} cannot be bound ({error.strerror}): is the port taken?") from error
     opened.setblocking(False)
     return opened

@@ -24,12 +24,14 @@ RESERVATION_RENEWAL_S = 10.0
 REGISTRY_S = 0.5
 REQUEST_CHECK_S = 1.0
 TICK_S = 0.5
+# The registry is read each half second: after so long without an answer Redis hangs.
+REACHABLE_S = 4.0
 UNBOUND_S = 1.0
 SILENT_S = 5.0
 
 
 class Watchdogs:
-    """The loops. `store_reachable` is what the last contact with Redis said."""
+    """The loops. They are also who knows whether Redis answers."""
 
     def __init__(
         self,
@@ -48,7 +50,12 @@ class Watchdogs:
         self._address = ""
         self._clock: Clock = table.clock
         self._tasks = Tasks()
-        self.store_reachable = False
+        self._reached_at: float | None = None
+
+    @property
+    def store_reachable(self) -> bool:
+        """Redis answered a moment ago, and has not failed since."""
+        return self._reached_at is not None and self._clock.monotonic() - self._reached_at < REACHABLE_S
 
     def start(self, address: str) -> None:
         """Begin all loops; `address` is where other gateways reach this one."""
@@ -66,10 +73,12 @@ class Watchdogs:
     async def renew_lease(self) -> None:
         """Say that this gateway lives."""
         await self._store.renew_gateway(self._instance, self._address)
+        self._reached_at = self._clock.monotonic()
 
     async def read_registry(self) -> None:
         """Learn which workers there are; the last known ones stay while Redis is away."""
         records = await self._store.list_workers()
+        self._reached_at = self._clock.monotonic()
         self._pool.update(records)
         await self._directory.update(records)
 
@@ -104,14 +113,11 @@ class Watchdogs:
             try:
                 await duty()
             except StoreUnavailable:
-                if self.store_reachable:
+                if self._reached_at is not None:
                     structlog.get_logger().warning("store_away")
-                self.store_reachable = False
+                self._reached_at = None
             except Exception as error:
                 structlog.get_logger().error("duty_failed", error=type(error).__name__, exc_info=error)
-            else:
-                if duty == self.renew_lease or duty == self.read_registry:
-                    self.store_reachable = True
             await self._clock.sleep(seconds)
 
     async def _tick(self) -> None:

@@ -27,6 +27,7 @@ from services.common.block_hash import chain_hashes, pack_tokens, root_hash, tru
 from services.common.clock import SystemClock
 from services.common.errors import Draining, MillraceError, NoWorker, QueueFull, RateLimited, StoreUnavailable
 from services.common.metrics import Metrics
+from services.gateway import admission
 from services.gateway.admission import AdmissionGenerator, AdmissionSettings
 from services.gateway.echo_tokenizer import EchoTokenizer
 from services.gateway.generation import ServedModel, ValidRequest
@@ -255,6 +256,19 @@ async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing(rig: Rig
             await asyncio.sleep(0.005)
 
     assert rig.store.reserved == {}
+    assert len(rig.table) == 0
+
+
+async def test_a_store_that_hangs_is_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "STORE_PATIENCE_S", 0.05)
+    rig.store.gate.clear()
+
+    with pytest.raises(StoreUnavailable):
+        await rig.generator.start(KEY, make_request())
+    async with asyncio.timeout(5):
+        while not rig.store.settled:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
     assert len(rig.table) == 0
 
 
