@@ -1,0 +1,242 @@
+"""The one validator of both doors: RequestDraft → ValidRequest, every value inside its limit, tokenised.
+
+Refuses with the field named. Cheap checks first; long texts are encoded in a thread. Never touches Redis or workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from array import array
+from collections.abc import Sequence
+
+from millrace.common.v1 import common_pb2
+
+from services.common.admission_types import KeyRecord
+from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from services.gateway.chat_template import guarded_variables
+from services.gateway.generation import ModelDirectory, ServedModel, ValidRequest
+from services.gateway.limits import Features, Limits
+from services.gateway.request_draft import ChatPrompt, RequestDraft, SamplingDraft, TextPrompt
+from services.gateway.template_renderer import TemplateRenderer
+
+_INT64 = 1 << 63
+
+
+class Validator:
+    """Holds what validation needs; one for both doors."""
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        renderer: TemplateRenderer,
+        limits: Limits | None = None,
+        features: Features | None = None,
+    ) -> None:
+        self._directory = directory
+        self._renderer = renderer
+        self.limits = limits if limits is not None else Limits()
+        self._features = features if features is not None else Features()
+
+    async def validate(self, key: KeyRecord, draft: RequestDraft) -> ValidRequest:
+        """Raises InvalidRequest, ContextLengthExceeded, Unsupported, ModelNotFound, NoWorker."""
+        limits = self.limits
+        if len(draft.model.encode()) > limits.model_name_bytes:
+            raise ModelNotFound("There is no such model.", param="model")
+        model = self._resolve(key, draft.model)
+        _check_labels(draft, limits)
+        _check_sampling(draft.sampling, limits, model.card.vocab_size)
+        if draft.sampling.grammar is not None and not self._features.structured_output:
+            field = draft.sampling.grammar.field
+            raise Unsupported(f"`{field}`: structured output is not supported by this model.", param=field)
+        timeout_s = limits.default_timeout_s if draft.timeout_s is None else draft.timeout_s
+        if not 0 < timeout_s <= limits.timeout_s:
+            raise InvalidRequest(f"`timeout_s` must be above 0 and at most {limits.timeout_s:g}.", param="timeout_s")
+        prompt = await self._tokenise(model, draft)
+        max_tokens = self._check_fit(model, draft, len(prompt))
+        bad_words = [model.tokenizer.encode(word) for word in draft.sampling.bad_words]
+        return ValidRequest(
+            model=model,
+            prompt_token_ids=prompt,
+            sampling=_sampling(draft.sampling, max_tokens, bad_words),
+            stop=tuple(stop for stop in draft.sampling.stop if stop),
+            priority_class=draft.priority_class,
+            resume_policy=draft.resume_policy,
+            timeout_s=timeout_s,
+            user=draft.user,
+            metadata=draft.metadata,
+            echo=draft.echo,
+        )
+
+    def _resolve(self, key: KeyRecord, name: str) -> ServedModel:
+        model = self._directory.resolve(name)
+        ref = model.card.model
+        if key.models and ref.model not in key.models and f"{ref.model}@{ref.version}" not in key.models:
+            raise ModelNotFound(f"There is no model `{name}`.", param="model")
+        return model
+
+    async def _tokenise(self, model: ServedModel, draft: RequestDraft) -> array[int]:
+        card, prompt = model.card, draft.prompt
+        most_bytes = card.max_model_len * max(1, card.longest_token_byte_count)
+        if isinstance(prompt, ChatPrompt):
+            ids = await self._encode_chat(model, prompt, most_bytes)
+        elif isinstance(prompt, TextPrompt):
+            ids = await self._encode_text(model, prompt.text, most_bytes)
+        else:
+            _check_ids("prompt", prompt.token_ids, card.vocab_size)
+            ids = array("I", prompt.token_ids)
+        field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        if not ids:
+            raise InvalidRequest(f"`{field}` is empty.", param=field)
+        if card.add_bos and card.HasField("bos_token_id") and ids[0] != card.bos_token_id:
+            ids.insert(0, card.bos_token_id)
+        return ids
+
+    async def _encode_chat(self, model: ServedModel, prompt: ChatPrompt, most_bytes: int) -> array[int]:
+        if not prompt.messages:
+            raise InvalidRequest("`messages` is empty.", param="messages")
+        if len(prompt.messages) > self.limits.messages:
+            raise InvalidRequest(f"`messages` takes at most {self.limits.messages} messages.", param="messages")
+        if model.template is None:
+            raise Unsupported("This model has no chat template; use /v1/completions.", param="messages")
+        size = sum(len(str(message.get("content", "")).encode()) for message in prompt.messages)
+        _check_bytes("messages", size, most_bytes, model.card.max_model_len)
+        guarded = guarded_variables(
+            model.template,
+            prompt.messages,
+            tools=None,
+            special_texts=model.tokenizer.special_texts,
+            allowed=prompt.template_settings,
+        )
+        rendered = await self._renderer.render(model.template, guarded)
+        if len(rendered) > self.limits.inline_encode_bytes:
+            return await asyncio.to_thread(model.tokenizer.encode_rendered, rendered, guarded.guard)
+        return model.tokenizer.encode_rendered(rendered, guarded.guard)
+
+    async def _encode_text(self, model: ServedModel, text: str, most_bytes: int) -> array[int]:
+        if not text:
+            raise InvalidRequest("`prompt` is empty.", param="prompt")
+        size = len(text.encode("utf-8", "surrogatepass"))
+        _check_bytes("prompt", size, most_bytes, model.card.max_model_len)
+        if size > self.limits.inline_encode_bytes:
+            return await asyncio.to_thread(model.tokenizer.encode, text)
+        return model.tokenizer.encode(text)
+
+    def _check_fit(self, model: ServedModel, draft: RequestDraft, prompt_count: int) -> int:
+        """Largest output in tokens. The rule: prompt + output <= max_model_len, exactly."""
+        card, limits, sent = model.card, self.limits, draft.sampling.max_tokens
+        chat = isinstance(draft.prompt, ChatPrompt)
+        field = "messages" if chat else "prompt"
+        # What the model holds, and what its block pool holds: a request past either could never run.
+        context = min(card.max_model_len, card.block_count * card.block_size)
+        room = context - prompt_count
+        default = limits.default_chat_tokens if chat else limits.default_completion_tokens
+        wanted = min(default, max(room, 1)) if sent is None else sent
+        if wanted > context:
+            message = f"`max_tokens` is {wanted}; this model's context is {context} tokens."
+            raise InvalidRequest(message, param="max_tokens")
+        if wanted > room:
+            raise ContextLengthExceeded(
+                f"The prompt has {prompt_count} tokens and up to {wanted} are asked for: {prompt_count + wanted} "
+                f"is more than this model's context of {context} tokens.",
+                param=field,
+            )
+        if (draft.sampling.min_tokens or 0) > wanted:
+            raise InvalidRequest(f"`min_tokens` is larger than the {wanted} tokens asked for.", param="min_tokens")
+        return wanted
+
+
+def _check_bytes(field: str, size: int, most: int, context: int) -> None:
+    if size > most:
+        raise ContextLengthExceeded(
+            f"`{field}` has {size} bytes, which no tokenisation fits into this model's context of {context} tokens.",
+            param=field,
+        )
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if any(not 0 <= i < vocab_size for i in ids):
+        raise InvalidRequest(f"`{field}` has a token id outside 0 … {vocab_size - 1}.", param=field)
+
+
+def _check_labels(draft: RequestDraft, limits: Limits) -> None:
+    if len(draft.user.encode()) > limits.user_bytes:
+        raise InvalidRequest(f"`user` takes at most {limits.user_bytes} bytes.", param="user")
+    if len(draft.metadata) > limits.metadata_entries:
+        raise InvalidRequest(f"`metadata` takes at most {limits.metadata_entries} entries.", param="metadata")
+    for name, value in draft.metadata.items():
+        if len(name.encode()) > limits.metadata_key_bytes or len(value.encode()) > limits.metadata_value_bytes:
+            sizes = f"{limits.metadata_key_bytes} bytes, values {limits.metadata_value_bytes}"
+            raise InvalidRequest(f"`metadata` keys take at most {sizes}.", param="metadata")
+
+
+def _check_sampling(sent: SamplingDraft, limits: Limits, vocab_size: int) -> None:
+    for name, low, high in (
+        ("temperature", 0.0, 2.0),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.01, 10.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("top_k", -1, vocab_size),
+        ("n", 1, limits.choices),
+        ("max_tokens", 1, math.inf),
+        ("min_tokens", 0, math.inf),
+        ("seed", -_INT64, 2 * _INT64 - 1),
+        ("logprobs", 0, limits.top_logprobs),
+    ):
+        value = getattr(sent, name)
+        # Written as what is allowed, so that NaN is not.
+        if value is not None and not low <= value <= high:
+            bounds = f"at least {low:g}" if high == math.inf else f"between {low} and {high}"
+            raise InvalidRequest(f"`{name}` must be {bounds}.", param=name)
+    if len(sent.stop) > limits.stop_strings:
+        raise InvalidRequest(f"`stop` takes at most {limits.stop_strings} strings.", param="stop")
+    if any(len(stop.encode()) > limits.stop_string_bytes for stop in sent.stop):
+        raise InvalidRequest(f"A `stop` string takes at most {limits.stop_string_bytes} bytes.", param="stop")
+    if len(sent.stop_token_ids) > limits.stop_token_ids:
+        raise InvalidRequest(f"`stop_token_ids` takes at most {limits.stop_token_ids} ids.", param="stop_token_ids")
+    _check_ids("stop_token_ids", sent.stop_token_ids, vocab_size)
+    if len(sent.logit_bias) > limits.logit_bias_entries:
+        raise InvalidRequest(f"`logit_bias` takes at most {limits.logit_bias_entries} entries.", param="logit_bias")
+    _check_ids("logit_bias", [token_id for token_id, _ in sent.logit_bias], vocab_size)
+    if any(not abs(bias) <= limits.logit_bias_value for _, bias in sent.logit_bias):
+        raise InvalidRequest("`logit_bias` values must be between -100 and 100.", param="logit_bias")
+    if len(sent.bad_words) > limits.bad_words:
+        raise InvalidRequest(f"`bad_words` takes at most {limits.bad_words} words.", param="bad_words")
+    if any(not 0 < len(word.encode()) <= limits.bad_word_bytes for word in sent.bad_words):
+        raise InvalidRequest(f"A bad word has 1 to {limits.bad_word_bytes} bytes.", param="bad_words")
+
+
+def _sampling(sent: SamplingDraft, max_tokens: int, bad_words: list[array[int]]) -> common_pb2.SamplingParams:
+    seed = secrets.randbits(63) if sent.seed is None else sent.seed
+    grammar = sent.grammar
+    return common_pb2.SamplingParams(
+        temperature=_or(sent.temperature, 1.0),
+        top_p=_or(sent.top_p, 1.0),
+        top_k=max(0, sent.top_k or 0),
+        min_p=_or(sent.min_p, 0.0),
+        seed=seed - 2 * _INT64 if seed >= _INT64 else seed,
+        choice_count=1 if sent.n is None else sent.n,
+        max_token_count=max_tokens,
+        min_token_count=sent.min_tokens or 0,
+        ignore_eos=sent.ignore_eos,
+        stop_token_ids=sent.stop_token_ids,
+        repetition_penalty=_or(sent.repetition_penalty, 1.0),
+        frequency_penalty=_or(sent.frequency_penalty, 0.0),
+        presence_penalty=_or(sent.presence_penalty, 0.0),
+        logit_bias=[common_pb2.LogitBias(token_id=i, bias=b) for i, b in sent.logit_bias],
+        bad_words=[common_pb2.TokenIds(token_ids=word) for word in bad_words if word],
+        logprob_count=sent.logprobs,
+        prompt_logprob_count=sent.prompt_logprobs,
+        grammar=(
+            None
+            if grammar is None
+            else common_pb2.Grammar(kind=grammar.kind, text=grammar.text, choices=grammar.choices)
+        ),
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
