@@ -242,6 +242,7 @@ async def test_streams_that_outlast_the_grace_are_told_to_go_elsewhere() -> None
         await gateway.until(lambda: bool(gateway.of("r1").tokens))
 
         await rig.app.drain(0.05)
+        await gateway.finished("r1")
 
         failed = gateway.of("r1").failed
         assert failed is not None

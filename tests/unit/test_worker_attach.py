@@ -218,6 +218,20 @@ async def test_a_rejection_of_the_engine_reaches_the_gateway_as_a_final_failure(
     await session
 
 
+async def test_an_error_of_one_row_stops_what_else_runs_of_its_request() -> None:
+    bench = Bench()
+    session = await bench.attach()
+    bench.submit()
+
+    bench.report(0, (), FinishReason.ERROR)
+    await settle()
+
+    assert bench.engine.aborted == [Abort("r1", 256)]
+    assert bench.frames[-1].events[-1].failed.reason == "ENGINE_ERROR"
+    bench.inbox.put_nowait(None)
+    await session
+
+
 async def test_a_superseded_attempt_is_aborted_before_the_new_one_is_submitted() -> None:
     bench = Bench()
     session = await bench.attach()
