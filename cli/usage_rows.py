@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import IO
 
 from google.protobuf import timestamp_pb2
@@ -33,10 +33,10 @@ def record_of(row: pb.LedgerRow) -> dict[str, Value]:
         event.key_id,
         event.model.model,
         event.model.version,
-        _word(common_pb2.PriorityClass.Name(event.priority_class), "PRIORITY_CLASS_"),
-        _word(common_pb2.LengthClass.Name(event.length_class), "LENGTH_CLASS_"),
-        _word(common_pb2.TerminalState.Name(event.terminal_state), "TERMINAL_STATE_"),
-        _word(common_pb2.FinishReason.Name(event.finish_reason), "FINISH_REASON_"),
+        _word(common_pb2.PriorityClass.items(), event.priority_class, "PRIORITY_CLASS_"),
+        _word(common_pb2.LengthClass.items(), event.length_class, "LENGTH_CLASS_"),
+        _word(common_pb2.TerminalState.items(), event.terminal_state, "TERMINAL_STATE_"),
+        _word(common_pb2.FinishReason.items(), event.finish_reason, "FINISH_REASON_"),
         event.error_reason,
         billed.prompt_token_count,
         billed.cached_token_count,
@@ -82,7 +82,9 @@ def _cell(value: Value) -> str | int:
     return value
 
 
-def _word(name: str, prefix: str) -> str:
+def _word(names: Iterable[tuple[str, int]], number: int, prefix: str) -> str:
+    # The value of a newer producer has no name here: it stays a number.
+    name = next((name for name, value in names if value == number), str(number))
     word = name.removeprefix(prefix).lower()
     return "" if word == "unspecified" else word
 

@@ -5,10 +5,12 @@ A secret is `mr_<key id>_<random>`; only its SHA-256 is stored, and it is shown 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import re
 import secrets
+import string
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -27,7 +29,10 @@ from services.usage.store import Store
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 MAX_TEXT = 256
 MAX_MODELS = 64
-SECRET_BYTES = 24
+# 24 of 62 characters are 142 random bits.
+SECRET_CHARS = 24
+ALPHABET = string.ascii_letters + string.digits
+OWN_SECRET = re.compile(r"mr_[0-9A-Za-z]{1,32}_[0-9A-Za-z]{16,128}")
 REBUILD_EVERY_S = 30.0
 CHECK_EVERY_S = 1.0
 DEMO_TENANT = "demo"
@@ -62,6 +67,8 @@ class Accounts:
         self._store = store
         self._admission = admission
         self._clock = clock
+        # The hot copy may differ from the database: rebuild it as soon as Redis answers.
+        self._stale = True
 
     async def create_tenant(self, spec: TenantSpec) -> sa.Row[Any]:
         """Raises InvalidRequest for a bad or taken name or a limit below 1."""
@@ -88,14 +95,15 @@ class Accounts:
         """A new key and its secret. Raises NotFound for an unknown tenant, InvalidRequest for bad fields."""
         _check_key(spec, self._now())
         key_id = secrets.token_hex(6)
-        secret = secret or f"mr_{key_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
+        if secret is None:
+            secret = f"mr_{key_id}_{''.join(secrets.choice(ALPHABET) for _ in range(SECRET_CHARS))}"
         row = {
             "key_id": key_id,
             "tenant": spec.tenant,
             "project": spec.project,
             "display_name": spec.display_name,
             "digest": digest_of(secret),
-            "prefix": f"{secret[:6]}…",
+            "prefix": secret.rpartition("_")[0],
             "models": list(spec.models),
             "create_time": self._now(),
             "expire_time": spec.expire_time,
@@ -106,7 +114,10 @@ class Accounts:
                 raise NotFound(f"There is no tenant {spec.tenant}.", param="tenant")
             connection.execute(sa.insert(api_keys), row)
 
-        await self._store.write(insert)
+        try:
+            await self._store.write(insert)
+        except IntegrityError:
+            raise InvalidRequest("This key exists already.", param="key_id") from None
         await self._publish(key_id)
         return (await self._select(sa.select(api_keys).where(api_keys.c.key_id == key_id)))[0], secret
 
@@ -133,21 +144,38 @@ class Accounts:
         """Make sure that the tenant demo exists and that `secret` is one of its keys. Idempotent."""
         names = {row.tenant for row in await self.list_tenants()}
         if DEMO_TENANT not in names:
-            await self.create_tenant(TenantSpec(DEMO_TENANT, display_name="Demo"))
+            with contextlib.suppress(InvalidRequest):
+                # Another usage service that starts now may have been faster.
+                await self.create_tenant(TenantSpec(DEMO_TENANT, display_name="Demo"))
         known = sa.select(api_keys.c.key_id).where(api_keys.c.digest == digest_of(secret))
         if not await self._select(known):
-            await self.create_key(KeySpec(DEMO_TENANT, display_name="bootstrap"), secret)
+            with contextlib.suppress(InvalidRequest):
+                await self.create_key(KeySpec(DEMO_TENANT, display_name="bootstrap"), secret)
 
     async def rebuild_hot_copy(self) -> None:
-        """Replace all of Redis' copy by what the database says. Raises StoreUnavailable."""
-        await self._admission.replace_keys(await self._records(sa.true()))
+        """Replace all of Redis' copy by what the database says. Raises StoreUnavailable.
+
+        What changes in the database while the copy is written is written after it: a key that was revoked meanwhile,
+        here or by another usage service, does not come back to life.
+        """
+        self._stale = False
+        try:
+            written = await self._records(sa.true())
+            await self._admission.replace_keys(written)
+            while changed := _changes(written, await self._records(sa.true())):
+                for digest, record in changed.items():
+                    await self._admission.put_key(digest, record)
+                written |= changed
+        except BaseException:
+            self._stale = True
+            raise
 
     async def keep_hot_copy(self) -> None:
-        """For ever: rebuild at start, each 30 s, and within a second once Redis has lost it."""
+        """For ever: rebuild at start, each 30 s, and within a second once Redis has lost it or missed a change."""
         due = 0.0
         while True:
             try:
-                if self._clock.monotonic() >= due or await self._copy_is_gone():
+                if self._stale or self._clock.monotonic() >= due or await self._copy_is_gone():
                     await self.rebuild_hot_copy()
                     due = self._clock.monotonic() + REBUILD_EVERY_S
             except StoreUnavailable as error:
@@ -162,8 +190,14 @@ class Accounts:
         return False
 
     async def _publish(self, key_id: str) -> None:
-        for digest, record in (await self._records(api_keys.c.key_id == key_id)).items():
-            await self._admission.put_key(digest, record)
+        records = await self._records(api_keys.c.key_id == key_id)
+        try:
+            for digest, record in records.items():
+                await self._admission.put_key(digest, record)
+        except StoreUnavailable as error:
+            # The database has it, which is what counts; gateways cannot look keys up now either.
+            self._stale = True
+            structlog.get_logger().warning("hot_copy_waits", error=error.message)
 
     async def _records(self, condition: sa.ColumnElement[bool]) -> dict[bytes, KeyRecord]:
         query = sa.select(api_keys, tenants).join_from(api_keys, tenants).where(condition)
@@ -180,6 +214,17 @@ class Accounts:
 def digest_of(secret: str) -> bytes:
     """SHA-256 of a secret: what is stored and looked up."""
     return hashlib.sha256(secret.encode()).digest()
+
+
+def check_secret(secret: str) -> str:
+    """Check the form of a secret that an operator chose; returns it. Raises ValueError."""
+    if secret and OWN_SECRET.fullmatch(secret) is None:
+        raise ValueError("expected mr_<name>_<at least 16 letters and digits>")
+    return secret
+
+
+def _changes(old: dict[bytes, KeyRecord], new: dict[bytes, KeyRecord]) -> dict[bytes, KeyRecord]:
+    return {digest: record for digest, record in new.items() if old.get(digest) != record}
 
 
 def _record(row: Any) -> KeyRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.common.config import parse_address, parse_positive, setting
+from services.usage.accounts import check_secret
 from services.usage.store import parse_database_url
 
 
@@ -23,6 +24,8 @@ class UsageConfig:
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
     batch_size: int = setting(256, parse=parse_positive, help="events a transaction")
     admin_token: str = setting("", secret=True, help="bearer token that every call must carry; empty asks for none")
-    bootstrap_key: str = setting("", secret=True, help="API key of the tenant demo, created at start; empty for none")
+    bootstrap_key: str = setting(
+        "", parse=check_secret, secret=True, help="API key of the tenant demo, created at start; empty for none"
+    )
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

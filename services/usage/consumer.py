@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import redis.asyncio as aioredis
 import sqlalchemy as sa
 import structlog
+from sqlalchemy.exc import DataError, IntegrityError
 
 from services.common.admission_scripts import pool_key, store_errors
 from services.common.admission_store import AdmissionStore
@@ -36,6 +37,8 @@ BLOCK_MS = 500
 POOL_REFRESH_S = 1.0
 TRIM_EVERY_S = 5.0
 RETRY_S = 0.5
+# Entries that another usage service read before it died are looked for this often.
+REREAD_EVERY_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Consumer:
         self._pools: dict[str, Pool] = {}
         self._refresh_at = 0.0
         self._trim_at = 0.0
+        self._reread_at = clock.monotonic() + REREAD_EVERY_S
         self.away = False
 
     async def run(self) -> None:
@@ -79,6 +83,9 @@ class Consumer:
         await self._refresh_pools()
         if not self._pools:
             return 0
+        if self._clock.monotonic() >= self._reread_at:
+            self._reread_at = self._clock.monotonic() + REREAD_EVERY_S
+            await self._stream.reread_pending(list(self._pools))
         found = await self._stream.read(list(self._pools), GROUP, CONSUMER, self._batch_size, block_ms)
         if found:
             crash_point("usage.after_read")
@@ -96,12 +103,14 @@ class Consumer:
         self._pools = {pool_key(pool, "usage"): pool for pool in await self._admission.list_pools()}
 
     async def _persist(self, found: Sequence[StreamEntry]) -> None:
-        batch = _parse(found)
-        now = datetime.fromtimestamp(self._clock.wall(), UTC)
         crash_point("usage.before_insert")
-        fresh = await self._store.write(lambda connection: _insert(connection, batch, now))
+        try:
+            await self._commit(_parse(found))
+        except (DataError, IntegrityError):
+            # One event that the database refuses must not hold up the rest: each goes alone.
+            for entry in found:
+                await self._commit_alone(entry)
         crash_point("usage.after_commit")
-        self._observe(batch, fresh)
         crash_point("usage.before_ack")
         by_stream: dict[str, list[StreamEntry]] = {}
         for entry in found:
@@ -110,6 +119,18 @@ class Consumer:
             await self._publish(self._pools[stream], entries)
             await self._stream.ack(stream, GROUP, [e.entry_id for e in entries])
         crash_point("usage.after_ack")
+
+    async def _commit(self, batch: _Batch) -> None:
+        now = datetime.fromtimestamp(self._clock.wall(), UTC)
+        self._observe(batch, await self._store.write(lambda connection: _insert(connection, batch, now)))
+
+    async def _commit_alone(self, entry: StreamEntry) -> None:
+        try:
+            await self._commit(_parse([entry]))
+        except (DataError, IntegrityError) as error:
+            reason = f"the database refuses it: {type(error.orig).__name__}"
+            letter = DeadLetter(entry.stream, entry.entry_id, reason, entry.fields.get("e", b""))
+            await self._commit(_Batch([], [letter]))
 
     async def _publish(self, pool: Pool, entries: Sequence[StreamEntry]) -> None:
         """Name what is durable, so that outboxes may forget it; names older than an hour go."""

@@ -19,6 +19,7 @@ from services.usage.events import MAX_EVENT_BYTES, TIME_FIELDS, LedgerEntry, Tok
 from services.usage.store import insert_into
 
 SUM_PAGE = 1_000
+LOOKUP_IDS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +176,11 @@ def _known_ids(connection: sa.Connection, request_ids: Sequence[str]) -> set[str
     if not request_ids:
         return set()
     column = schema.ledger.c.request_id
-    return set(connection.execute(sa.select(column).where(column.in_(request_ids))).scalars())
+    known: set[str] = set()
+    for start in range(0, len(request_ids), LOOKUP_IDS):
+        some = request_ids[start : start + LOOKUP_IDS]
+        known.update(connection.execute(sa.select(column).where(column.in_(some))).scalars())
+    return known
 
 
 def _insert_rows(

@@ -15,7 +15,7 @@ from google.protobuf import timestamp_pb2
 from millrace.usage.v1 import usage_event_pb2, usage_service_pb2, usage_service_pb2_grpc
 
 from services.common.admission_types import QuotaLimits
-from services.common.errors import NotFound, Unauthenticated
+from services.common.errors import InvalidRequest, NotFound, Unauthenticated
 from services.usage.accounts import Accounts, KeySpec, TenantSpec
 from services.usage.ledger import RowFilter, StoredRow, find_row, last_row_id, read_rows
 from services.usage.store import Store
@@ -141,7 +141,13 @@ def _optional(message: Any, name: str) -> int | None:
 
 
 def _time(message: Any, name: str) -> datetime | None:
-    return getattr(message, name).ToDatetime(tzinfo=UTC) if message.HasField(name) else None
+    if not message.HasField(name):
+        return None
+    try:
+        moment: datetime = getattr(message, name).ToDatetime(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        raise InvalidRequest(f"{name} is not between the years 1 and 9999.", param=name) from None
+    return moment
 
 
 def _stamp(time: datetime | None) -> timestamp_pb2.Timestamp | None:

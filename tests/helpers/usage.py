@@ -1,0 +1,90 @@
+"""Usage events, stores on both databases, and readings of a ledger for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+import sqlalchemy as sa
+from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
+
+from services.usage import schema
+from services.usage.events import LedgerEntry, parse_event
+from services.usage.ledger import Balance, insert_entries, last_row_id, read_balances, sum_rows
+from services.usage.store import Store
+
+START = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+
+
+def make_event(
+    request_id: str,
+    tenant: str = "acme",
+    *,
+    prompt: int = 10,
+    cached: int = 0,
+    completion: int = 5,
+    end_time: datetime = START,
+    state: common_pb2.TerminalState = common_pb2.TERMINAL_STATE_COMPLETED,
+) -> usage_event_pb2.UsageEvent:
+    """An event as a gateway makes it for a request that was billed what was delivered."""
+    tokens = common_pb2.TokenUsage(
+        prompt_token_count=prompt, cached_token_count=cached, completion_token_count=completion
+    )
+    event = usage_event_pb2.UsageEvent(
+        request_id=request_id,
+        tenant=tenant,
+        project="search",
+        key_id="k1",
+        model=common_pb2.ModelRef(model="echo", version="1"),
+        pool=common_pb2.PoolRef(model="echo", pool="default"),
+        priority_class=common_pb2.PRIORITY_CLASS_INTERACTIVE,
+        length_class=common_pb2.LENGTH_CLASS_SHORT,
+        terminal_state=state,
+        finish_reason=common_pb2.FINISH_REASON_STOP,
+        delivered=tokens,
+        billed=tokens,
+        attempt=1,
+        epoch=257,
+        worker_instance="worker-1",
+        gateway_instance="gateway-1",
+        choice_token_counts=[completion],
+    )
+    event.times.admit_time.FromDatetime(end_time - timedelta(seconds=1))
+    event.times.end_time.FromDatetime(end_time)
+    return event
+
+
+def make_entry(request_id: str, tenant: str = "acme", **fields: object) -> LedgerEntry:
+    """`make_event`, parsed as the consumer parses it."""
+    return parse_event(make_event(request_id, tenant, **fields).SerializeToString(), published_ms=0)  # type: ignore[arg-type]
+
+
+def insert(store: Store, entries: Sequence[LedgerEntry], now: datetime = START) -> list[LedgerEntry]:
+    """Insert in one transaction; returns the new ones."""
+    return store.write_sync(lambda connection: insert_entries(connection, entries, now))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """All that the ledger says, apart from when rows were inserted."""
+
+    request_ids: tuple[str, ...]
+    balances: tuple[Balance, ...]
+
+
+def reading(store: Store) -> Reading:
+    """Read the ledger and check that balances, row ids and head agree with its rows."""
+
+    def work(connection: sa.Connection) -> Reading:
+        rows = connection.execute(
+            sa.select(schema.ledger.c.row_id, schema.ledger.c.request_id).order_by("row_id")
+        ).all()
+        balances = read_balances(connection)
+        assert balances == sum_rows(connection)
+        assert [row.row_id for row in rows] == list(range(1, len(rows) + 1))
+        assert last_row_id(connection) == len(rows)
+        return Reading(tuple(sorted(row.request_id for row in rows)), tuple(balances))
+
+    return store.read_sync(work)
