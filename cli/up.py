@@ -140,7 +140,7 @@ def _greet(console: Console, layout: StackLayout, options: StackOptions, logs: P
     console.print(f"Millrace is ready at {layout.url} (gRPC at {layout.grpc_address}); logs in {logs}", markup=False)
     console.print(f"Demo key: {layout.demo_key}", markup=False)
     console.print("Try:", markup=False)
-    body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}]}}'
+    body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}],"temperature":0}}'
     print(
         f"curl -s {layout.url}/v1/chat/completions -H 'Authorization: Bearer {layout.demo_key}' "
         f"-H 'Content-Type: application/json' -d '{body}'",

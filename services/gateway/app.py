@@ -1,15 +1,90 @@
-"""The HTTP door: routes and middleware. Builds nothing but itself; wiring.py calls `create_app`."""
+"""The HTTP door: routes and middleware. Builds nothing but itself; wiring.py calls `create_app`.
+
+Deny by default: every path asks for a key but /healthz, /readyz and /metrics, which tell nothing of any tenant and are
+served where the operator binds the gateway (loopback unless told otherwise).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
+import structlog
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.clock import Clock
+from services.common.errors import InvalidRequest, MillraceError, NotFound
 from services.common.metrics import Metrics
 from services.gateway.generation import Generator, KeyRing, ModelDirectory
+from services.gateway.handlers import ModelEndpoints, chat_endpoint, completion_endpoint
+from services.gateway.http_errors import as_millrace, error_body, error_headers
+from services.gateway.limits import Limits
 from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.validation import Validator
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
+_CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class Edge:
+    """Outermost layer: header limits, the key, and every failure as an OpenAI error."""
+
+    def __init__(self, app: ASGIApp, keyring: KeyRing, limits: Limits) -> None:
+        self._app = app
+        self._keyring = keyring
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", []), *_client_id(scope)]
+            await send(message)
+
+        try:
+            self._check_headers(scope)
+            if scope["path"] not in OPEN_PATHS:
+                scope.setdefault("state", {})["key"] = await self._keyring.authenticate(_authorization(scope))
+            await self._app(scope, receive, sending)
+        except Exception as caught:
+            error = as_millrace(caught)
+            if error is not caught:
+                structlog.get_logger().error("request_failed", path=scope["path"][:64], exc_info=caught)
+            if started:
+                return
+            await sending(
+                {"type": "http.response.start", "status": error.row.http_status, "headers": error_headers(error)}
+            )
+            await sending({"type": "http.response.body", "body": error_body(error)})
+
+    def _check_headers(self, scope: Scope) -> None:
+        headers = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > self._limits.header_count or size > self._limits.header_bytes:
+            raise InvalidRequest(
+                f"At most {self._limits.header_count} headers of {self._limits.header_bytes} bytes in all are accepted."
+            )
+
+
+def _authorization(scope: Scope) -> str | None:
+    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    return found[0].decode("latin-1") if len(found) == 1 else None
+
+
+def _client_id(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A client's own id is a label: given back when it is short and plain, else dropped."""
+    found = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return [(b"x-client-request-id", found[0])] if len(found) == 1 and _CLIENT_ID.fullmatch(found[0]) else []
 
 
 def create_app(
@@ -21,6 +96,41 @@ def create_app(
     ready: Callable[[], bool],
     clock: Clock,
     renderer: TemplateRenderer,
-) -> Starlette:
+) -> ASGIApp:
     """The ASGI application; `renderer` is started and closed by the caller."""
-    return Starlette()
+    validator = Validator(directory, renderer)
+    models = ModelEndpoints(directory, int(clock.wall()))
+
+    async def healthz(_request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_request: Request) -> Response:
+        if ready() and directory.models():
+            return PlainTextResponse("ok\n")
+        return PlainTextResponse("not ready\n", 503, {"retry-after": "1"})
+
+    async def metrics_page(_request: Request) -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def missing(request: Request, _error: Exception) -> Response:
+        return _error_response(NotFound(f"There is nothing at {request.method} {request.url.path[:256]}."))
+
+    async def failed(_request: Request, error: Exception) -> Response:
+        return _error_response(as_millrace(error))
+
+    routes = [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route("/metrics", metrics_page),
+        Route("/v1/models", models.list, methods=["GET"]),
+        Route("/v1/models/{model:path}", models.get, methods=["GET"]),
+        Route("/v1/chat/completions", chat_endpoint(generator, validator, clock), methods=["POST"]),
+        Route("/v1/completions", completion_endpoint(generator, validator, clock), methods=["POST"]),
+    ]
+    handlers = {404: missing, 405: missing, MillraceError: failed}
+    return Edge(Starlette(routes=routes, exception_handlers=handlers), keyring, validator.limits)
+
+
+def _error_response(error: MillraceError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_body(error), error.row.http_status, headers)

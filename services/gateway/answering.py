@@ -1,0 +1,200 @@
+"""Runs one generation for an HTTP client: streamed as SSE or whole, watched for the client going away.
+
+The status is held back until the first token or 10 s, so that refusals stay real statuses. A terminal state is decided
+by what was written: a socket closed after the last frame is `completed`, before it `cancelled`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import structlog
+from millrace.common.v1 import common_pb2
+from starlette.types import Receive, Send
+
+from services.common.errors import MillraceError, SlowReader
+from services.gateway.generation import Generation, ValidRequest
+from services.gateway.http_errors import as_millrace, error_body, error_headers
+from services.gateway.openai_answer import Shape, Usage
+from services.gateway.text_stream import TextDelta, text_deltas
+
+STATUS_HELD_S = 10.0
+PING_S = 15.0
+SLOW_READER_S = 30.0
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it as soon as the client is gone. The body must have been read."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+        results = await asyncio.gather(task, watcher, return_exceptions=True)
+    if isinstance(results[0], Exception):
+        raise results[0]
+
+
+class Answering:
+    """One answer under way."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        request: ValidRequest,
+        shape: Shape,
+        send: Send,
+        *,
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        self._generation = generation
+        self._request = request
+        self._shape = shape
+        self._send = send
+        self._headers = headers
+        self._started = False
+        self._reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
+        choices = request.sampling.choice_count
+        self._usage = Usage(len(request.prompt_token_ids), [0] * choices)
+
+    async def whole(self) -> None:
+        """Answer once, when every choice has finished."""
+        await self._guarded(self._whole)
+
+    async def stream(self, *, include_usage: bool, continuous_usage: bool) -> None:
+        """Answer event by event."""
+        await self._guarded(lambda: self._stream(include_usage, continuous_usage))
+
+    async def _guarded(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """End the generation exactly once, whatever ends the answer."""
+        finish = self._generation.finish
+        try:
+            await run()
+        except asyncio.CancelledError:
+            await asyncio.shield(finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED))
+            raise
+        except Exception as caught:
+            error = as_millrace(caught)
+            if error is not caught:
+                structlog.get_logger().error("answer_failed", request_id=self._generation.request_id, exc_info=caught)
+            await self._send_error(error)
+            await asyncio.shield(finish(*ending_of(error)))
+        else:
+            await asyncio.shield(finish(common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0]))
+
+    async def _whole(self) -> None:
+        deltas: list[list[TextDelta]] = [[] for _ in self._usage.choices]
+        async for delta in text_deltas(self._generation, self._request):
+            self._count(delta)
+            deltas[delta.choice].append(delta)
+        body = msgspec.json.encode(self._shape.whole(deltas, self._usage))
+        await self._start(200, [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
+        await self._write(body, more=False)
+        for choice, count in enumerate(self._usage.choices):
+            self._generation.mark_delivered(choice, count)
+
+    async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
+        opened: set[int] = set()
+        blank: dict[str, object] = {"usage": None} if include_usage else {}
+        async for delta in self._paced():
+            if delta is None:
+                await self._start(200, _STREAM_HEADERS)
+                await self._write(b": ping\n\n")
+                continue
+            await self._start(200, _STREAM_HEADERS)
+            self._count(delta)
+            chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
+            opened.add(delta.choice)
+            chunks += self._shape.chunks(delta)
+            extra = {"usage": self._usage.as_json()} if continuous_usage else blank
+            await self._write(b"".join(_event({**chunk, **extra}) for chunk in chunks))
+            self._generation.mark_delivered(delta.choice, delta.delivered)
+        tail = _event(self._shape.usage_chunk(self._usage)) if include_usage else b""
+        await self._write(tail + b"data: [DONE]\n\n", more=False)
+
+    async def _paced(self) -> AsyncIterator[TextDelta | None]:
+        """Deltas, and None whenever nothing came for so long that the client must hear something."""
+        deltas = text_deltas(self._generation, self._request)
+        pending: asyncio.Future[TextDelta] | None = None
+        wait_s = STATUS_HELD_S
+        try:
+            while True:
+                if pending is None:
+                    pending = asyncio.ensure_future(anext(deltas))
+                done, _ = await asyncio.wait({pending}, timeout=wait_s)
+                wait_s = PING_S
+                if not done:
+                    yield None
+                    continue
+                try:
+                    delta = pending.result()
+                except StopAsyncIteration:
+                    return
+                pending = None
+                yield delta
+        finally:
+            if pending is not None:
+                pending.cancel()
+                await asyncio.gather(pending, return_exceptions=True)
+            await deltas.aclose()  # type: ignore[attr-defined]
+
+    def _count(self, delta: TextDelta) -> None:
+        self._usage.cached = self._generation.cached_token_count
+        self._usage.choices[delta.choice] = delta.delivered
+        if delta.finish_reason is not None:
+            self._reasons[delta.choice] = delta.finish_reason
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if not self._started:
+            self._started = True
+            position = str(self._generation.queue_position).encode()
+            every = [*self._headers, *headers, (b"x-millrace-queue-position", position)]
+            await self._send({"type": "http.response.start", "status": status, "headers": every})
+
+    async def _write(self, body: bytes, *, more: bool = True) -> None:
+        try:
+            async with asyncio.timeout(SLOW_READER_S):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise SlowReader("The client reads too slowly.") from None
+
+    async def _send_error(self, error: MillraceError) -> None:
+        if isinstance(error, SlowReader):
+            return
+        body = error_body(error, self._generation.request_id)
+        if self._started:
+            await self._write(b"data: " + body + b"\n\n", more=False)
+            return
+        await self._start(error.row.http_status, error_headers(error))
+        await self._write(body, more=False)
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def ending_of(
+    error: MillraceError,
+) -> tuple[common_pb2.TerminalState.ValueType, common_pb2.FinishReason.ValueType, str]:
+    """Terminal state, finish reason and error reason of a request that ended with an error."""
+    reason = error.row.reason
+    if reason == "DEADLINE_EXCEEDED":
+        return common_pb2.TERMINAL_STATE_EXPIRED, common_pb2.FINISH_REASON_EXPIRED, reason
+    if reason in ("CANCELLED", "SLOW_READER"):
+        return common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED, reason
+    return common_pb2.TERMINAL_STATE_FAILED, common_pb2.FINISH_REASON_ERROR, reason

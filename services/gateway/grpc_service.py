@@ -1,0 +1,213 @@
+"""The gRPC door: the same drafts, the same validator, the same text as HTTP. Errors by the common interceptor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from millrace.common.v1 import common_pb2
+from millrace.gateway.v1 import gateway_service_pb2 as pb
+from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
+
+from services.common.admission_types import KeyRecord
+from services.common.clock import Clock
+from services.common.errors import InvalidRequest, MillraceError
+from services.gateway.answering import ending_of
+from services.gateway.chat_template import JsonValue
+from services.gateway.generation import Generation, Generator, KeyRing, ModelDirectory, ValidRequest
+from services.gateway.request_draft import (
+    ChatPrompt,
+    GrammarDraft,
+    Prompt,
+    RequestDraft,
+    SamplingDraft,
+    TextPrompt,
+    TokenPrompt,
+)
+from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.text_stream import TextDelta, TextToken, text_deltas
+from services.gateway.tokenizer import Tokenizer
+from services.gateway.validation import Validator
+
+SERVICE_NAME = "millrace.gateway.v1.GatewayService"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GatewayService(pb_grpc.GatewayServiceServicer):
+    """Generate, ListModels, Cancel."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        directory: ModelDirectory,
+        keyring: KeyRing,
+        *,
+        clock: Clock,
+        renderer: TemplateRenderer,
+    ) -> None:
+        self._generator = generator
+        self._directory = directory
+        self._keyring = keyring
+        self._clock = clock
+        self._validator = Validator(directory, renderer)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with a server that is not started yet."""
+        pb_grpc.add_GatewayServiceServicer_to_server(self, server)
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """One generation. A cancelled call cancels the work; the call's deadline is the request's."""
+        key = await self._key(context)
+        valid = await self._validator.validate(key, _draft(request, context.time_remaining()))
+        generation = await self._generator.start(key, valid)
+        delivered = False
+        reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
+        counts = [0] * valid.sampling.choice_count
+        request_id = generation.request_id
+        try:
+            accepted = pb.GenerateAccepted(
+                model=valid.model.card.model, seed=valid.sampling.seed, created_unix_seconds=int(self._clock.wall())
+            )
+            yield pb.GenerateResponse(request_id=request_id, accepted=accepted)
+            async for delta in text_deltas(generation, valid):
+                yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, valid))
+                # The generator is resumed once the transport has taken the message.
+                generation.mark_delivered(delta.choice, delta.delivered)
+                counts[delta.choice] = delta.delivered
+                if delta.finish_reason is not None:
+                    reasons[delta.choice] = delta.finish_reason
+            completed = pb.GenerateCompleted(usage=_usage(generation, valid, counts))
+            delivered = True
+            yield pb.GenerateResponse(request_id=request_id, completed=completed)
+        except MillraceError as error:
+            await asyncio.shield(generation.finish(*ending_of(error)))
+            raise
+        finally:
+            # Completed, or left by a cancelled call; after an error the second finish is a no-op.
+            state, reason = common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED
+            if delivered:
+                state, reason = common_pb2.TERMINAL_STATE_COMPLETED, reasons[0]
+            await asyncio.shield(generation.finish(state, reason))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """The versions that the key may use."""
+        key = await self._key(context)
+        models = []
+        for served in self._directory.models():
+            ref = served.card.model
+            if not key.models or ref.model in key.models or f"{ref.model}@{ref.version}" in key.models:
+                models.append(
+                    pb.Model(
+                        id=f"{ref.model}@{ref.version}",
+                        model=ref,
+                        max_model_len=served.card.max_model_len,
+                        owner=served.card.owner,
+                    )
+                )
+        return pb.ListModelsResponse(models=models)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
+        """Raises NotFound for a request of another tenant too."""
+        key = await self._key(context)
+        return pb.CancelResponse(cancelled=await self._generator.cancel(key, request.request_id))
+
+    async def _key(self, context: Context) -> KeyRecord:
+        sent = [v for k, v in context.invocation_metadata() or () if k == "authorization" and isinstance(v, str)]
+        return await self._keyring.authenticate(sent[0] if len(sent) == 1 else None)
+
+
+def _draft(request: pb.GenerateRequest, remaining_s: float | None) -> RequestDraft:
+    def given(name: str) -> Any:
+        return getattr(request, name) if request.HasField(name) else None  # type: ignore[arg-type]
+
+    grammar = request.grammar
+    return RequestDraft(
+        model=request.model,
+        prompt=_prompt(request),
+        sampling=SamplingDraft(
+            temperature=_shortest(given("temperature")),
+            top_p=_shortest(given("top_p")),
+            top_k=given("top_k"),
+            min_p=_shortest(given("min_p")),
+            seed=given("seed"),
+            n=given("choice_count"),
+            max_tokens=given("max_token_count"),
+            min_tokens=given("min_token_count"),
+            ignore_eos=request.ignore_eos,
+            stop=tuple(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids),
+            repetition_penalty=_shortest(given("repetition_penalty")),
+            frequency_penalty=_shortest(given("frequency_penalty")),
+            presence_penalty=_shortest(given("presence_penalty")),
+            logit_bias=tuple((bias.token_id, bias.bias) for bias in request.logit_bias),
+            logprobs=given("logprob_count"),
+            grammar=(
+                GrammarDraft(grammar.kind, "grammar", grammar.text, tuple(grammar.choices))
+                if request.HasField("grammar")
+                else None
+            ),
+        ),
+        user=request.user,
+        metadata=dict(request.metadata),
+        priority_class=request.priority_class or common_pb2.PRIORITY_CLASS_INTERACTIVE,
+        resume_policy=request.resume_policy or common_pb2.RESUME_POLICY_RESUME,
+        timeout_s=None if remaining_s is None else max(0.001, min(remaining_s, 3_600.0)),
+    )
+
+
+def _prompt(request: pb.GenerateRequest) -> Prompt:
+    kind = request.WhichOneof("input")
+    if kind == "chat":
+        messages: list[dict[str, JsonValue]] = []
+        for index, sent in enumerate(request.chat.messages):
+            if sent.role not in ("system", "developer", "user", "assistant"):
+                field = f"messages[{index}].role"
+                raise InvalidRequest(f"`{field}` is not known.", param=field)
+            message: dict[str, JsonValue] = {"role": sent.role, "content": sent.content}
+            messages.append(message | ({"name": sent.name} if sent.name else {}))
+        return ChatPrompt(tuple(messages))
+    if kind == "prompt":
+        return TextPrompt(request.prompt)
+    if kind == "prompt_token_ids":
+        return TokenPrompt(tuple(request.prompt_token_ids.token_ids))
+    raise InvalidRequest("One of `chat`, `prompt` and `prompt_token_ids` is required.", param="input")
+
+
+def _shortest(value: float | None) -> float | None:
+    """A float32 of the wire as the decimal its sender meant: 0.1, not 0.10000000149."""
+    return None if value is None else float(f"{value:.7g}")
+
+
+def _delta(delta: TextDelta, valid: ValidRequest) -> pb.GenerateDelta:
+    tokenizer = valid.model.tokenizer
+    return pb.GenerateDelta(
+        choice=delta.choice,
+        text=delta.text,
+        token_ids=[token.token_id for token in delta.tokens],
+        logprobs=_logprobs(tokenizer, delta.tokens),
+        finish_reason=delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED,
+    )
+
+
+def _logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> list[pb.TokenLogprob]:
+    made = []
+    for position in (token.logprobs for token in tokens if token.logprobs is not None):
+        raw = tokenizer.token_bytes(position.token.token_id)
+        top = [
+            pb.AlternativeLogprob(token=t.decode("utf-8", "replace"), token_bytes=t, logprob=alternative.logprob)
+            for alternative in position.top
+            for t in (tokenizer.token_bytes(alternative.token_id),)
+        ]
+        text = raw.decode("utf-8", "replace")
+        made.append(pb.TokenLogprob(token=text, token_bytes=raw, logprob=position.token.logprob, top=top))
+    return made
+
+
+def _usage(generation: Generation, valid: ValidRequest, counts: Sequence[int]) -> common_pb2.TokenUsage:
+    return common_pb2.TokenUsage(
+        prompt_token_count=len(valid.prompt_token_ids),
+        cached_token_count=generation.cached_token_count,
+        completion_token_count=sum(counts),
+    )

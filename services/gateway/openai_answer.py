@@ -1,0 +1,257 @@
+"""Shapes answers as the OpenAI API has them: whole objects and stream chunks of both endpoints. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from millrace.common.v1 import common_pb2
+
+from services.gateway.chat_template import JsonValue
+from services.gateway.generation import ValidRequest
+from services.gateway.text_stream import TextDelta, TextToken
+from services.gateway.tokenizer import Tokenizer
+
+Json = dict[str, JsonValue]
+
+# SDK enums know no `budget`: it is `length` with `millrace.stop_reason`.
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_BUDGET: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerFacts:
+    """What every object of one answer repeats."""
+
+    request_id: str
+    created: int
+    request: ValidRequest
+
+    @property
+    def model(self) -> str:
+        return self.request.model.card.model.model
+
+    def millrace(self, stop_reason: str | None = None) -> Json:
+        """Our own part of an answer."""
+        own: Json = {
+            "request_id": self.request_id,
+            "version": self.request.model.card.model.version,
+            "seed": self.request.sampling.seed % (1 << 64),
+        }
+        return own | ({"stop_reason": stop_reason} if stop_reason else {})
+
+    @property
+    def fingerprint(self) -> str:
+        ref = self.request.model.card.model
+        return f"mr_{ref.version}_{ref.manifest_digest.hex()[:12]}"
+
+
+@dataclasses.dataclass(slots=True)
+class Usage:
+    """Running counts of one answer, from token ids."""
+
+    prompt: int
+    choices: list[int]
+    cached: int = 0
+
+    def as_json(self) -> Json:
+        completion = sum(self.choices)
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": completion,
+            "total_tokens": self.prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+class Shape(Protocol):
+    """One endpoint's way to say things."""
+
+    def opening(self, choice: int) -> list[Json]:
+        """Chunks before the first text of a choice."""
+        ...
+
+    def chunks(self, delta: TextDelta) -> list[Json]:
+        """Chunks of one delta, the finish included."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        """The chunk after the last finish."""
+        ...
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+        """The answer of a request that does not stream; deltas by choice."""
+        ...
+
+
+class ChatShape:
+    """`/v1/chat/completions`."""
+
+    def __init__(self, facts: AnswerFacts) -> None:
+        self._facts = facts
+
+    def opening(self, choice: int) -> list[Json]:
+        chunk = self._chunk(choice, {"role": "assistant", "content": ""})
+        return [chunk | {"millrace": self._facts.millrace()}]
+
+    def chunks(self, delta: TextDelta) -> list[Json]:
+        made: list[Json] = []
+        if delta.text or delta.tokens:
+            made.append(self._chunk(delta.choice, {"content": delta.text}, self._logprobs(delta.tokens)))
+        if delta.finish_reason is not None:
+            finish = self._chunk(delta.choice, {}, None, _FINISH[delta.finish_reason])
+            made.append(finish | _budget(self._facts, delta))
+        return made
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage.as_json()}
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+        choices: list[JsonValue] = []
+        for index, parts in enumerate(deltas):
+            message: Json = {"role": "assistant", "content": "".join(d.text for d in parts), "refusal": None}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs([t for d in parts for t in d.tokens]),
+                    "finish_reason": _finish_of(parts),
+                }
+            )
+        head = self._head("chat.completion")
+        own = self._facts.millrace(_stop_reason(deltas[0]))
+        return head | {"choices": choices, "usage": usage.as_json(), "millrace": own}
+
+    def _chunk(self, choice: int, delta: Json, logprobs: JsonValue = None, finish: str | None = None) -> Json:
+        head = self._head("chat.completion.chunk")
+        return head | {"choices": [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]}
+
+    def _head(self, kind: str) -> Json:
+        facts = self._facts
+        return {
+            "id": f"chatcmpl-{facts.request_id}",
+            "object": kind,
+            "created": facts.created,
+            "model": facts.model,
+            "system_fingerprint": facts.fingerprint,
+        }
+
+    def _logprobs(self, tokens: Sequence[TextToken]) -> JsonValue:
+        if not self._facts.request.sampling.HasField("logprob_count"):
+            return None
+        tokenizer = self._facts.request.model.tokenizer
+        content: list[JsonValue] = [
+            _alternative(tokenizer, t.logprobs.token)
+            | {"top_logprobs": [_alternative(tokenizer, top) for top in t.logprobs.top]}
+            for t in tokens
+            if t.logprobs is not None
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionShape:
+    """`/v1/completions`."""
+
+    def __init__(self, facts: AnswerFacts) -> None:
+        self._facts = facts
+        request = facts.request
+        self._echoed = request.model.tokenizer.decode(request.prompt_token_ids) if request.echo else ""
+
+    def opening(self, choice: int) -> list[Json]:
+        if not self._facts.request.echo:
+            return []
+        return [self._chunk(choice, self._echoed, None)]
+
+    def chunks(self, delta: TextDelta) -> list[Json]:
+        if not delta.text and not delta.tokens and delta.finish_reason is None:
+            return []
+        finish = None if delta.finish_reason is None else _FINISH[delta.finish_reason]
+        chunk = self._chunk(delta.choice, delta.text, self._logprobs(delta.prompt_logprobs, delta.tokens), finish)
+        return [chunk | _budget(self._facts, delta)]
+
+    def usage_chunk(self, usage: Usage) -> Json:
+        return self._head() | {"choices": [], "usage": usage.as_json()}
+
+    def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
+        choices: list[JsonValue] = []
+        prompt = next((d.prompt_logprobs for d in deltas[0] if d.prompt_logprobs), ())
+        for index, parts in enumerate(deltas):
+            logprobs = self._logprobs(prompt, [t for d in parts for t in d.tokens])
+            text = self._echoed + "".join(d.text for d in parts)
+            choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish_of(parts)})
+        own = self._facts.millrace(_stop_reason(deltas[0]))
+        return self._head() | {"choices": choices, "usage": usage.as_json(), "millrace": own}
+
+    def _chunk(self, choice: int, text: str, logprobs: JsonValue, finish: str | None = None) -> Json:
+        body: Json = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return self._head() | {"choices": [body]}
+
+    def _head(self) -> Json:
+        facts = self._facts
+        return {
+            "id": f"cmpl-{facts.request_id}",
+            "object": "text_completion",
+            "created": facts.created,
+            "model": facts.model,
+            "system_fingerprint": facts.fingerprint,
+        }
+
+    def _logprobs(self, prompt: Sequence[common_pb2.PositionLogprobs], tokens: Sequence[TextToken]) -> JsonValue:
+        """One entry a token, offsets into the text; of an echoed prompt too, whose first has no value."""
+        request = self._facts.request
+        if not request.sampling.HasField("logprob_count"):
+            return None
+        tokenizer = request.model.tokenizer
+        names: list[JsonValue] = []
+        values: list[JsonValue] = []
+        tops: list[JsonValue] = []
+        offsets: list[JsonValue] = []
+        at = 0
+        for token_id, position in zip(request.prompt_token_ids, prompt, strict=False) if request.echo else ():
+            first = not names
+            names.append(_token_text(tokenizer, token_id))
+            values.append(None if first else position.token.logprob)
+            tops.append(None if first else _top(tokenizer, position))
+            offsets.append(at)
+            at += len(tokenizer.decode([token_id]))
+        for token in tokens:
+            if token.logprobs is not None:
+                names.append(_token_text(tokenizer, token.token_id))
+                values.append(token.logprobs.token.logprob)
+                tops.append(_top(tokenizer, token.logprobs))
+                offsets.append(len(self._echoed) + token.start)
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def _alternative(tokenizer: Tokenizer, sent: common_pb2.Logprob) -> Json:
+    raw = tokenizer.token_bytes(sent.token_id)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": sent.logprob, "bytes": list(raw)}
+
+
+def _top(tokenizer: Tokenizer, position: common_pb2.PositionLogprobs) -> Json:
+    sent = [*position.top] or [position.token]
+    return {_token_text(tokenizer, top.token_id): top.logprob for top in sent}
+
+
+def _finish_of(parts: Sequence[TextDelta]) -> str | None:
+    reason = parts[-1].finish_reason if parts else None
+    return None if reason is None else _FINISH[reason]
+
+
+def _stop_reason(parts: Sequence[TextDelta]) -> str | None:
+    return "budget" if parts and parts[-1].finish_reason == common_pb2.FINISH_REASON_BUDGET else None
+
+
+def _budget(facts: AnswerFacts, delta: TextDelta) -> Json:
+    stop_reason = _stop_reason([delta])
+    return {} if stop_reason is None else {"millrace": facts.millrace(stop_reason)}
