@@ -18,6 +18,7 @@ from services.common.admission_types import RequestPhase, RequestRecord
 from services.common.errors import (
     Cancelled,
     DeadlineExceeded,
+    Draining,
     EngineError,
     MillraceError,
     SlowReader,
@@ -103,6 +104,7 @@ class RequestCore:
         self.binding: Binding | None = None
         self.attempt = 1
         self.deaths = 0
+        self._failures = 0
         self.error: MillraceError | None = None
         self.ended = False
         self.started = False
@@ -319,6 +321,8 @@ class RequestCore:
         error = error_of(failed.reason, failed.detail or "The worker failed.")
         if not failed.retryable:
             return self.fail(error)
+        # A worker that leaves in order says nothing about the request.
+        self._failures -= failed.reason == Draining.row.reason
         return self._run_elsewhere(error, now)
 
     def _run_elsewhere(self, error: MillraceError, now: float) -> list[Action]:
@@ -333,7 +337,8 @@ class RequestCore:
             return cancel
         if now >= self.limits.deadline:
             return cancel + self.expire()
-        spent = self.attempt >= MAX_ATTEMPTS or self.deaths >= POISON_DEATHS
+        self._failures += 1
+        spent = self._failures >= MAX_ATTEMPTS or self.deaths >= POISON_DEATHS
         if spent or (self.delivered_any and not self.limits.resumes):
             return cancel + self.fail(error)
         self.attempt += 1

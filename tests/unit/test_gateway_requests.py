@@ -189,13 +189,20 @@ def test_the_third_attempt_is_the_last() -> None:
     core = make_core()
     for number in (1, 2):
         core.on_event(A, accepted(number << 8), 1.0)
-        assert core.on_event(A, failed(number << 8, "DRAINING", retryable=True), 1.0)[-1] == Readmit(number + 1)
+        assert core.on_event(A, failed(number << 8, "ENGINE_ERROR", retryable=True), 1.0)[-1] == Readmit(number + 1)
     core.on_event(A, accepted(3 << 8), 1.0)
 
-    core.on_event(A, failed(3 << 8, "DRAINING", retryable=True), 1.0)
+    core.on_event(A, failed(3 << 8, "ENGINE_ERROR", retryable=True), 1.0)
 
-    assert core.error is not None
-    assert core.error.row.reason == "DRAINING"
+    assert isinstance(core.error, EngineError)
+
+
+def test_workers_that_leave_in_order_use_up_no_attempt() -> None:
+    core = make_core()
+    for number in range(1, 8):
+        core.on_event(A, accepted(number << 8), 1.0)
+        actions = core.on_event(A, failed(number << 8, "DRAINING", retryable=True), 1.0)
+        assert actions[-1] == Readmit(number + 1)
 
 
 def test_a_failure_that_is_not_retryable_fails_the_request_with_its_reason() -> None:
