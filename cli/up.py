@@ -107,9 +107,9 @@ async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> 
     try:
         supervisor.start()
         record()
-        await _wait_ready(supervisor, layout, stop, console)
-        if not stop.is_set():
-            _greet(console, layout, options, logs)
+        model = await _wait_ready(supervisor, layout, stop, console)
+        if model is not None:
+            _greet(console, layout, model, logs)
             await supervisor.watch(stop, record)
         console.print("Stopping: running streams may finish first. Ctrl-C again ends them at once.", markup=False)
     finally:
@@ -117,7 +117,8 @@ async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> 
         clear_state(options.home)
 
 
-async def _wait_ready(supervisor: Supervisor, layout: StackLayout, stop: asyncio.Event, console: Console) -> None:
+async def _wait_ready(supervisor: Supervisor, layout: StackLayout, stop: asyncio.Event, console: Console) -> str | None:
+    """Name of the first model once the demo key is served it; None when asked to stop before."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
     with console.status("Starting: Redis, usage, workers, router, gateway …"):
         async with httpx.AsyncClient(timeout=2) as client:
@@ -126,21 +127,26 @@ async def _wait_ready(supervisor: Supervisor, layout: StackLayout, stop: asyncio
                 if time.monotonic() > deadline:
                     raise ChildFailedError(f"The stack was not ready within {_READY_TIMEOUT_S:g} s; see the logs.")
                 try:
-                    if (await client.get(f"{layout.url}/readyz")).status_code == httpx.codes.OK:
-                        return
+                    ready = await client.get(f"{layout.url}/readyz")
+                    models = await client.get(f"{layout.url}/v1/models", headers=_bearer(layout))
+                    if ready.is_success and models.is_success and (data := models.json()["data"]):
+                        return str(data[0]["id"])
                 except httpx.HTTPError:
                     pass
                 await asyncio.sleep(0.1)
+    return None
 
 
-def _greet(console: Console, layout: StackLayout, options: StackOptions, logs: Path) -> None:
-    name = httpx.get(
-        f"{layout.url}/v1/models", headers={"Authorization": f"Bearer {layout.demo_key}"}, timeout=10
-    ).json()["data"][0]["id"]
+def _bearer(layout: StackLayout) -> dict[str, str]:
+    return {"Authorization": f"Bearer {layout.demo_key}"}
+
+
+def _greet(console: Console, layout: StackLayout, name: str, logs: Path) -> None:
     console.print(f"Millrace is ready at {layout.url} (gRPC at {layout.grpc_address}); logs in {logs}", markup=False)
     console.print(f"Demo key: {layout.demo_key}", markup=False)
     console.print("Try:", markup=False)
-    body = f'{{"model":"{name}","messages":[{{"role":"user","content":"What is the capital of France?"}}],"temperature":0}}'
+    question = '[{"role":"user","content":"What is the capital of France?"}]'
+    body = f'{{"model":"{name}","messages":{question},"temperature":0}}'
     print(
         f"curl -s {layout.url}/v1/chat/completions -H 'Authorization: Bearer {layout.demo_key}' "
         f"-H 'Content-Type: application/json' -d '{body}'",
