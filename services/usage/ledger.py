@@ -71,7 +71,10 @@ def insert_entries(connection: sa.Connection, entries: Sequence[LedgerEntry], no
     if not entries:
         return []
     first_row_id = _lock_head(connection) + 1
-    unique = list({entry.request_id: entry for entry in reversed(entries)}.values())[::-1]
+    first_seen: dict[str, LedgerEntry] = {}
+    for entry in entries:
+        first_seen.setdefault(entry.request_id, entry)
+    unique = list(first_seen.values())
     known = _known_ids(connection, [entry.request_id for entry in unique])
     unknown = [entry for entry in unique if entry.request_id not in known]
     inserted = _insert_rows(connection, unknown, first_row_id, now)

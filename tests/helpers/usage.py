@@ -58,7 +58,12 @@ def make_event(
 
 def make_entry(request_id: str, tenant: str = "acme", **fields: object) -> LedgerEntry:
     """`make_event`, parsed as the consumer parses it."""
-    return parse_event(make_event(request_id, tenant, **fields).SerializeToString(), published_ms=0)  # type: ignore[arg-type]
+    return parse(make_event(request_id, tenant, **fields))  # type: ignore[arg-type]
+
+
+def parse(event: usage_event_pb2.UsageEvent) -> LedgerEntry:
+    """The event as the consumer reads it from the stream."""
+    return parse_event(event.SerializeToString(), published_ms=0)
 
 
 def insert(store: Store, entries: Sequence[LedgerEntry], now: datetime = START) -> list[LedgerEntry]:
