@@ -43,7 +43,7 @@ class Transcript:
 
     def is_echo_prefix(self, vocab_size: int) -> bool:
         """Whether the received tokens are the first ones of this request's echo sequence, without a gap."""
-        wanted = [echo_token(self.request_id, 0, i, vocab_size) for i in range(len(self.token_ids))]
+        wanted = [echo_token(self.request_id, 0, i, vocab_size=vocab_size) for i in range(len(self.token_ids))]
         return self.token_ids == wanted and "".join(f"t{t} " for t in self.token_ids) == self.text
 
 
