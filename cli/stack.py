@@ -108,11 +108,12 @@ def _socket_dir(home: Path) -> Path:
     return path
 
 
-def _demo_key(home: Path) -> str:
-    path = home / "demo_key"
+def _secret(home: Path, name: str, prefix: str = "") -> str:
+    """A secret that this home keeps over restarts, made at first use."""
+    path = home / name
     if not path.exists():
         path.touch(mode=0o600)
-        path.write_text(f"mr_demo_{secrets.token_hex(20)}\n")
+        path.write_text(f"{prefix}{secrets.token_hex(20)}\n")
     return path.read_text().strip()
 
 
@@ -129,7 +130,8 @@ def lay_out(options: StackOptions) -> StackLayout:
     check_environment(os.environ)
     options.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     run = _socket_dir(options.home)
-    key = _demo_key(options.home)
+    key = _secret(options.home, "demo_key", "mr_demo_")
+    cache_secret = _secret(options.home, "cache_secret")
     http, grpc = f"{options.host}:{options.port}", f"{options.host}:{options.grpc_port}"
     common = {"redis_url": f"unix://{run / 'redis.sock'}", "log_level": options.log_level}
 
@@ -149,7 +151,10 @@ def lay_out(options: StackOptions) -> StackLayout:
     specs = [_redis(options.home, run), service("usage", quiet | {"database_url": database, "bootstrap_key": key})]
     for number in range(1, options.workers + 1):
         specs.append(service("worker", quiet | {"model": options.model}, str(number)))
-    specs += [service("router", quiet), service("gateway", {"http_listen": http, "grpc_listen": grpc})]
+    specs += [
+        service("router", quiet),
+        service("gateway", {"http_listen": http, "grpc_listen": grpc, "cache_secret": cache_secret}),
+    ]
     return StackLayout(
         tuple(specs), f"http://{http}", grpc, f"unix:{run / 'usage'}.sock", f"unix:{run / 'router'}.sock", key
     )

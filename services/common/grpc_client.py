@@ -38,6 +38,8 @@ def open_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_B
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # Without it a peer that is frozen, its socket still open, is noticed only after a minute.
+        ("grpc.http2.ping_timeout_ms", 5_000),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.enable_retries", 0),

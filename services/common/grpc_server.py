@@ -128,6 +128,7 @@ async def start_server(
             ("grpc.keepalive_time_ms", 5_000),
             ("grpc.keepalive_timeout_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", 0),
