@@ -22,6 +22,7 @@ from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
 from services.router.filters import is_routable
 from services.router.policy import RoutingPolicy
 from services.router.registry import EndpointRegistry
+from services.router.tasks import end_tasks
 
 MAX_HELD = BATCH
 RESERVE_AFTER_S = 2.0
@@ -140,10 +141,7 @@ class ClaimLoop:
         self.draining = True
         if self._submits:
             await asyncio.wait(self._submits, timeout=grace_s)
-        for task in list(self._submits):
-            task.cancel()
-        if self._submits:
-            await asyncio.wait(self._submits)
+        await self.stop()
         by_pool: dict[Pool, list[str]] = {}
         for held in list(self._waiting):
             by_pool.setdefault(held.pool, []).append(held.claim.claim_id)
@@ -152,6 +150,10 @@ class ClaimLoop:
             await self._dispatcher.record_owners()
             for pool, claim_ids in by_pool.items():
                 await self._store.return_claims(pool, claim_ids)
+
+    async def stop(self) -> None:
+        """Cut submits under way; a worker may have taken them: their lease runs out and a higher epoch decides."""
+        await end_tasks(list(self._submits))
 
     def _room(self, pool: Pool) -> int:
         """Requests of one slot that the pool's workers would take now."""
@@ -178,8 +180,7 @@ class ClaimLoop:
         now = self._clock.monotonic()
         for held in sorted(self._waiting, key=lambda held: held.since):
             endpoints = self._registry.endpoints(held.pool)
-            excluded = held.excluded | held.resting
-            endpoint = self._policy.choose(held.needs, endpoints, now, excluded=excluded)
+            endpoint = self._policy.choose(held.needs, endpoints, now, excluded=held.avoided(now))
             if endpoint is not None:
                 endpoint.debit(held.needs)
                 self._waiting.remove(held)
@@ -221,7 +222,6 @@ class ClaimLoop:
     def _submitted(self, task: asyncio.Task[None]) -> None:
         held, endpoint = self._submits.pop(task)
         if task.cancelled():
-            # The worker may have it: the lease runs out and a higher epoch decides.
             self._forget(held)
         elif (error := task.exception()) is not None:
             structlog.get_logger().error("submit_task_died", request_id=held.request_id, exc_info=error)
@@ -253,8 +253,6 @@ class ClaimLoop:
         finally:
             for task in (sleeper, waker):
                 task.cancel()
-        for held in self._waiting:
-            held.resting.clear()
 
     def _note_store(self, *, away: bool) -> None:
         if away != self._away:

@@ -26,6 +26,8 @@ from services.router.registry import EndpointRegistry
 
 SUBMIT_TIMEOUT_S = 2.0
 _MAX_TRY = 255
+REST_S = 0.1
+MAX_REST_S = 1.0
 
 
 class Outcome(enum.Enum):
@@ -56,7 +58,7 @@ _REASONS: Final = {
 
 @dataclasses.dataclass(slots=True)
 class HeldClaim:
-    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones just now."""
+    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time."""
 
     pool: Pool
     claim: Claimed
@@ -64,12 +66,20 @@ class HeldClaim:
     since: float
     tries: int = 0
     excluded: set[str] = dataclasses.field(default_factory=set)
-    resting: set[str] = dataclasses.field(default_factory=set)
+    resting: dict[str, float] = dataclasses.field(default_factory=dict)
     unfit_reason: str = ""
 
     @property
     def request_id(self) -> str:
         return self.claim.entry.request_id
+
+    def rest(self, instance: str, now: float) -> None:
+        """Leave this worker alone for a while, longer after each try."""
+        self.resting[instance] = now + min(MAX_REST_S, REST_S * self.tries)
+
+    def avoided(self, now: float) -> set[str]:
+        """Workers not to be tried now."""
+        return self.excluded | {instance for instance, until in self.resting.items() if now < until}
 
 
 class Dispatcher:
@@ -115,8 +125,9 @@ class Dispatcher:
             try:
                 reply = await stub.Submit(request, timeout=SUBMIT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                endpoint.failed(held.request_id, self._clock.monotonic())
-                held.resting.add(endpoint.instance)
+                now = self._clock.monotonic()
+                endpoint.failed(held.request_id, now)
+                held.rest(endpoint.instance, now)
                 span.set_attribute("millrace.outcome", error.code().name)
                 self._log(held, endpoint, "submit_failed", error.code().name)
                 return Outcome.REFUSED
@@ -165,7 +176,7 @@ class Dispatcher:
         elif reply.refusal == worker_service_pb2.SUBMIT_REFUSAL_WRONG_VERSION:
             held.excluded.add(endpoint.instance)
         else:
-            held.resting.add(endpoint.instance)
+            held.rest(endpoint.instance, now)
         self._log(held, endpoint, "submit_refused", worker_service_pb2.SubmitRefusal.Name(reply.refusal))
         return outcome
 

@@ -20,6 +20,7 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.grpc_client import open_channel
 from services.router.endpoint import Endpoint, View
+from services.router.tasks import end_tasks
 
 DISCOVERY_PERIOD_S = 1.0
 _FIRST_BACKOFF_S = 0.1
@@ -93,8 +94,7 @@ class EndpointRegistry:
 
     async def _drop(self, instance: str) -> None:
         link = self._links.pop(instance)
-        link.task.cancel()
-        await asyncio.wait([link.task])
+        await end_tasks([link.task])
         await link.channel.close()
         structlog.get_logger().info("worker_gone", worker=instance)
         self._on_change()

@@ -28,6 +28,7 @@ from services.router.policy import RoutingPolicy
 from services.router.reaper import Reaper
 from services.router.registry import EndpointRegistry
 from services.router.service import RouterService
+from services.router.tasks import end_tasks
 
 SERVICE_NAME = "millrace.router.v1.RouterService"
 
@@ -116,10 +117,9 @@ class RouterApp:
 
     async def stop(self) -> None:
         """Release everything. Safe after a failed start."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks(self._tasks.values())
         self._tasks.clear()
+        await self.claims.stop()
         await self.registry.close()
         if self._server is not None:
             await self._server.stop(0.5)
