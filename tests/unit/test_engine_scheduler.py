@@ -7,7 +7,8 @@ import pytest
 from services.worker.engine.engine import Engine
 from services.worker.engine.engine_config import EngineConfig, NeverFitsError, TenantLimits
 from services.worker.engine.fake_model_runner import FakeModelRunner
-from services.worker.engine.request import FinishReason, RequestKey, SamplingParams
+from services.worker.engine.request import FinishReason, Request, RequestGroup, RequestKey, SamplingParams
+from services.worker.engine.request_queue import RequestQueue
 from tests.helpers.engine import (
     EngineRig,
     PriorityClass,
@@ -445,3 +446,62 @@ def test_the_end_by_length_wins_nothing_over_the_deadline_of_a_later_step() -> N
     assert rig.finish("a") is FinishReason.LENGTH
     rig.step()
     assert_engine_empty(rig)
+
+
+def test_batch_work_does_not_take_the_blocks_that_interactive_work_waits_for() -> None:
+    rig = EngineRig(spec=make_spec(num_blocks=8))
+    rig.add(make_request("running", prompt(18), max_tokens=3))
+    rig.step()
+    rig.add(make_request("big", prompt(20, seed=1), max_tokens=2))
+    rig.add(make_request("small", prompt(2, seed=2), max_tokens=2, priority_class=BATCH))
+    rig.step()
+
+    assert rig.scheduled_tokens("small") == [0, 0]
+    rig.run()
+    introduced = [new.key.request_id for decision in rig.runner.decisions for new in decision.new_requests]
+    assert introduced == ["running", "big", "small"]
+    assert_engine_empty(rig)
+
+
+def test_a_chunk_as_large_as_the_budget_still_leaves_half_of_it_to_those_who_wait() -> None:
+    rig = EngineRig(max_num_batched_tokens=16, max_prefill_chunk=16)
+    rig.add(make_request("long", prompt(100, seed=1), max_tokens=2, tenant="a"))
+    rig.step()
+    rig.add(make_request("short", prompt(8), max_tokens=2, tenant="b"))
+    rig.step()
+
+    assert rig.scheduled_tokens("long") == [16, 8]
+    assert rig.token_ids("short") == echoes("short", 1)
+    rig.run()
+    assert_engine_empty(rig)
+
+
+def test_who_stays_within_its_reservation_is_not_preempted_for_others() -> None:
+    rig = EngineRig(spec=make_spec(num_blocks=9), tenant_limits={"vip": TenantLimits(reserved_blocks=4)})
+    for index in range(2):
+        rig.add(make_request(f"crowd{index}", prompt(5, seed=index), max_tokens=12, tenant="crowd"))
+    rig.add(make_request("vip", prompt(5, seed=9), max_tokens=9, tenant="vip", priority_class=BATCH))
+    rig.run()
+
+    assert rig.engine.stats(rig.now).preemption_total >= 1
+    introduced = [new.key.request_id for decision in rig.runner.decisions for new in decision.new_requests]
+    assert introduced.count("vip") == 1
+    for request_id, count in (("crowd0", 12), ("crowd1", 12), ("vip", 9)):
+        assert rig.token_ids(request_id) == echoes(request_id, count)
+    assert_engine_empty(rig)
+
+
+def test_computing_a_prompt_again_after_a_preemption_is_not_charged_again() -> None:
+    queue = RequestQueue()
+    source = make_request("a", prompt(20), tenant="t")
+    request = Request(
+        RequestGroup(source, root=None), source.choices[0], sequence=1, arrival=0.0, eos_token_ids=frozenset()
+    )
+    queue.enter(request)
+    charged = []
+    for start, size in ((0, 8), (8, 12), (0, 8), (8, 12)):
+        request.num_computed_tokens = start
+        queue.charge_chunk(request, size)
+        charged.append(queue.fair_order(request)[1])
+
+    assert charged == [8.0, 20.0, 20.0, 20.0]
