@@ -1,0 +1,64 @@
+"""All four services in one event loop over a real Redis: for tests that look inside (traces, metrics)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+
+from services.gateway import wiring as gateway_wiring
+from services.gateway.config import GatewayConfig
+from services.router import wiring as router_wiring
+from services.router.config import RouterConfig
+from services.usage import wiring as usage_wiring
+from services.usage.config import UsageConfig
+from services.worker import wiring as worker_wiring
+from services.worker.config import WorkerConfig
+
+KEY = "mr_test_0123456789abcdef0123456789abcdef"
+
+
+@contextlib.asynccontextmanager
+async def four_services(redis_url: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of a gateway in front of an echo worker; everything is stopped at the end."""
+    usage = usage_wiring.build(
+        UsageConfig(redis_url=redis_url, database_url=f"sqlite:///{folder / 'ledger.sqlite3'}", bootstrap_key=KEY)
+    )
+    worker = await asyncio.to_thread(worker_wiring.build, WorkerConfig(redis_url=redis_url, model="echo"))
+    router = router_wiring.build(RouterConfig(redis_url=redis_url))
+    gateway = gateway_wiring.build(
+        GatewayConfig(
+            redis_url=redis_url,
+            http_listen="127.0.0.1:0",
+            grpc_listen="127.0.0.1:0",
+            data_dir=str(folder / "gateway"),
+            cache_secret="test",
+        )
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        for app in (usage, worker, router, gateway):
+            await app.start()
+            stack.push_async_callback(app.stop)
+        url = f"http://127.0.0.1:{gateway.http_port}"
+        client = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+        await stack.enter_async_context(client)
+        async with asyncio.timeout(30):
+            while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:
+                await asyncio.sleep(0.05)
+        yield client
+
+
+async def ledger_row(client_id: str, database: Path) -> None:
+    """Wait until the ledger has the row of this request."""
+    import sqlite3
+
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.closing(sqlite3.connect(database)) as connection:
+                found = connection.execute("SELECT 1 FROM ledger WHERE request_id = ?", (client_id,)).fetchone()
+            if found:
+                return
+            await asyncio.sleep(0.05)
