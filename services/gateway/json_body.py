@@ -23,7 +23,7 @@ BodyT = TypeVar("BodyT")
 
 
 def decode_body(body: bytes, body_type: type[BodyT], limits: Limits) -> BodyT:
-    """Parse strictly. Raises PayloadTooLarge, or InvalidRequest for bad JSON, depth, type, range or an unknown field."""
+    """Parse strictly. Raises PayloadTooLarge, or InvalidRequest for bad JSON, depth, type, range, unknown field."""
     if len(body) > limits.body_bytes:
         raise PayloadTooLarge(f"The body is larger than {limits.body_bytes} bytes.")
     if is_deeper_than(body, limits.json_depth):

@@ -88,7 +88,7 @@ class GatewayRig:
 
     async def until(self, condition: object) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not condition():  # type: ignore[operator]  # noqa: ASYNC110
+            while not condition():  # type: ignore[operator]
                 await asyncio.sleep(0.01)
 
     async def usage_events(self) -> list[usage_event_pb2.UsageEvent]:

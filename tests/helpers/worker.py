@@ -31,7 +31,7 @@ WAIT_S = 20.0
 async def poll(condition: Callable[[], object]) -> None:
     """Ask until the condition holds: the worker under test has no signal for what tests look at."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.002)
 
 

@@ -71,7 +71,7 @@ async def app(redis_server: RedisProcess, pool: None, tmp_path: Path) -> AsyncIt
     app = build(config_of(redis_server, tmp_path))
     await app.start()
     async with asyncio.timeout(20):
-        while not app.back.ready():  # noqa: ASYNC110
+        while not app.back.ready():
             await asyncio.sleep(0.02)
     yield app
     await app.stop()
@@ -125,7 +125,7 @@ async def test_a_drain_finishes_streams_and_refuses_new_work(app: GatewayApp, cl
     body = {"model": "echo", "prompt": "t1 ", "max_tokens": 100, "stream": True}
     running = asyncio.create_task(client.post("/v1/completions", json=body))
     async with asyncio.timeout(10):
-        while not len(app.back.parts.table):  # noqa: ASYNC110
+        while not len(app.back.parts.table):
             await asyncio.sleep(0.005)
 
     draining = asyncio.create_task(app.drain(10.0))
@@ -144,7 +144,7 @@ async def test_a_stream_that_outlives_the_grace_ends_with_an_error(app: GatewayA
     body = {"model": "echo", "prompt": "t1 ", "max_tokens": 450, "stream": True}
     running = asyncio.create_task(client.post("/v1/completions", json=body))
     async with asyncio.timeout(10):
-        while not len(app.back.parts.table):  # noqa: ASYNC110
+        while not len(app.back.parts.table):
             await asyncio.sleep(0.005)
 
     await app.drain(0.1)

@@ -138,7 +138,7 @@ async def test_a_frozen_worker_is_left_and_its_late_frames_are_dropped(
 
     process.send_signal(signal.SIGSTOP)
     async with asyncio.timeout(30):
-        while owner(rig, generation.request_id) in ("", victim):  # noqa: ASYNC110
+        while owner(rig, generation.request_id) in ("", victim):
             await asyncio.sleep(0.05)
     process.send_signal(signal.SIGCONT)
     await reading

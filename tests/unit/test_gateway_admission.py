@@ -235,7 +235,7 @@ async def test_an_admission_whose_outcome_is_unknown_is_ended_behind_the_callers
     with pytest.raises(type(error)):
         await rig.generator.start(KEY, make_request())
     async with asyncio.timeout(5):
-        while not rig.store.settled:  # noqa: ASYNC110
+        while not rig.store.settled:
             await asyncio.sleep(0.005)
 
     (terminal,) = rig.store.terminals
@@ -252,7 +252,7 @@ async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing(rig: Rig
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     async with asyncio.timeout(5):
-        while not rig.store.settled:  # noqa: ASYNC110
+        while not rig.store.settled:
             await asyncio.sleep(0.005)
 
     assert rig.store.reserved == {}
@@ -266,7 +266,7 @@ async def test_a_store_that_hangs_is_away(rig: Rig, monkeypatch: pytest.MonkeyPa
     with pytest.raises(StoreUnavailable):
         await rig.generator.start(KEY, make_request())
     async with asyncio.timeout(5):
-        while not rig.store.settled:  # noqa: ASYNC110
+        while not rig.store.settled:
             await asyncio.sleep(0.005)
 
     assert len(rig.table) == 0
