@@ -31,6 +31,11 @@ class Tokens:
     completion: int = 0
     reasoning: int = 0
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Prompt, cached, completion, reasoning: the order of the ledger's columns."""
+        return (self.prompt, self.cached, self.completion, self.reasoning)
+
     def __add__(self, other: Tokens) -> Tokens:
         return Tokens(
             self.prompt + other.prompt,
@@ -137,7 +142,7 @@ def _tokens(name: str, usage: common_pb2.TokenUsage) -> Tokens:
         usage.completion_token_count,
         usage.reasoning_token_count,
     )
-    if min(dataclasses.astuple(tokens)) < 0:
+    if min(tokens.counts) < 0:
         raise PoisonEvent(f"{name} has a negative count")
     if tokens.cached > tokens.prompt or tokens.reasoning > tokens.completion:
         raise PoisonEvent(f"{name} has a part that is larger than its whole")

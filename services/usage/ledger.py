@@ -192,9 +192,11 @@ def _insert_rows(
     if not entries:
         return frozenset()
     rows = [_row_of(entry, first_row_id + index, now) for index, entry in enumerate(entries)]
-    column = schema.ledger.c.request_id
-    statement = insert_into(connection, schema.ledger).on_conflict_do_nothing(index_elements=[column])
-    return frozenset(connection.execute(statement.returning(column), rows).scalars())
+    table = schema.ledger
+    # One short statement for many rows: with RETURNING it would be one long one, which psycopg parses anew each time.
+    connection.execute(insert_into(connection, table).on_conflict_do_nothing(index_elements=[table.c.request_id]), rows)
+    written = table.c.row_id.between(first_row_id, first_row_id + len(rows) - 1)
+    return frozenset(connection.execute(sa.select(table.c.request_id).where(written)).scalars())
 
 
 def _row_of(entry: LedgerEntry, row_id: int, now: datetime) -> dict[str, object]:
@@ -260,9 +262,7 @@ def _token_columns() -> list[str]:
 
 
 def _token_values(part: str, tokens: Tokens) -> dict[str, int]:
-    return {
-        f"{part}_{name}": value for name, value in zip(schema.TOKEN_COLUMNS, dataclasses.astuple(tokens), strict=True)
-    }
+    return {f"{part}_{name}": value for name, value in zip(schema.TOKEN_COLUMNS, tokens.counts, strict=True)}
 
 
 def _add(sums: dict[tuple[str, date], Balance], tenant: str, day: date, delivered: Tokens, billed: Tokens) -> None:

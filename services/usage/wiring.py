@@ -74,6 +74,8 @@ class UsageApp:
         self._spawn("consume", self.consumer.run())
         self._spawn("hot_copy", self.accounts.keep_hot_copy())
         await self._server.set_serving(True)
+        if not self._config.admin_token and not _is_local(self.address):
+            structlog.get_logger().warning("admin_calls_need_no_token", address=self.address)
         structlog.get_logger().info("usage_ready", address=self.address)
 
     async def drain(self, grace_s: float) -> None:
@@ -114,6 +116,11 @@ class UsageApp:
         if not task.cancelled() and (error := task.exception()) is not None:
             structlog.get_logger().error("task_died", task=task.get_name(), exc_info=error)
             self._task_died = True
+
+
+def _is_local(address: str) -> bool:
+    host = address.rpartition(":")[0]
+    return address.startswith("unix:") or host in {"127.0.0.1", "localhost", "[::1]"}
 
 
 def build(config: UsageConfig, *, clock: Clock | None = None) -> UsageApp:
