@@ -7,7 +7,8 @@ by what was written: a socket closed after the last frame is `completed`, before
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import structlog
 from millrace.common.v1 import common_pb2
 from starlette.types import Receive, Send
 
-from services.common.errors import MillraceError, SlowReader
+from services.common.errors import Cancelled, MillraceError, SlowReader
 from services.gateway.generation import Generation, ValidRequest
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.openai_answer import Shape, Usage
@@ -82,26 +83,26 @@ class Answering:
 
     async def _guarded(self, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """End the generation exactly once, whatever ends the answer."""
-        finish = self._generation.finish
+        ending = ending_of(Cancelled("The client went away."))
         try:
             await run()
-        except asyncio.CancelledError:
-            await asyncio.shield(finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED))
-            raise
+            ending = common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0], ""
         except Exception as caught:
             error = as_millrace(caught)
             if error is not caught:
                 structlog.get_logger().error("answer_failed", request_id=self._generation.request_id, exc_info=caught)
-            await self._send_error(error)
-            await asyncio.shield(finish(*ending_of(error)))
-        else:
-            await asyncio.shield(finish(common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0]))
+            ending = ending_of(error)
+            with contextlib.suppress(SlowReader):
+                await self._send_error(error)
+        finally:
+            await asyncio.shield(self._generation.finish(*ending))
 
     async def _whole(self) -> None:
         deltas: list[list[TextDelta]] = [[] for _ in self._usage.choices]
-        async for delta in text_deltas(self._generation, self._request):
-            self._count(delta)
-            deltas[delta.choice].append(delta)
+        async with contextlib.aclosing(text_deltas(self._generation, self._request)) as coming:
+            async for delta in coming:
+                self._count(delta)
+                deltas[delta.choice].append(delta)
         body = msgspec.json.encode(self._shape.whole(deltas, self._usage))
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
         await self._write(body, more=False)
@@ -111,23 +112,24 @@ class Answering:
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
         opened: set[int] = set()
         blank: dict[str, object] = {"usage": None} if include_usage else {}
-        async for delta in self._paced():
-            if delta is None:
+        async with contextlib.aclosing(self._paced()) as deltas:
+            async for delta in deltas:
                 await self._start(200, _STREAM_HEADERS)
-                await self._write(b": ping\n\n")
-                continue
-            await self._start(200, _STREAM_HEADERS)
-            self._count(delta)
-            chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
-            opened.add(delta.choice)
-            chunks += self._shape.chunks(delta)
-            extra = {"usage": self._usage.as_json()} if continuous_usage else blank
-            await self._write(b"".join(_event({**chunk, **extra}) for chunk in chunks))
-            self._generation.mark_delivered(delta.choice, delta.delivered)
+                if delta is None:
+                    await self._write(b": ping\n\n")
+                    continue
+                self._count(delta)
+                chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
+                opened.add(delta.choice)
+                chunks += self._shape.chunks(delta)
+                extra = {"usage": self._usage.as_json()} if continuous_usage else blank
+                if chunks:
+                    await self._write(b"".join(_event({**chunk, **extra}) for chunk in chunks))
+                self._generation.mark_delivered(delta.choice, delta.delivered)
         tail = _event(self._shape.usage_chunk(self._usage)) if include_usage else b""
         await self._write(tail + b"data: [DONE]\n\n", more=False)
 
-    async def _paced(self) -> AsyncIterator[TextDelta | None]:
+    async def _paced(self) -> AsyncGenerator[TextDelta | None, None]:
         """Deltas, and None whenever nothing came for so long that the client must hear something."""
         deltas = text_deltas(self._generation, self._request)
         pending: asyncio.Future[TextDelta] | None = None
@@ -151,7 +153,7 @@ class Answering:
             if pending is not None:
                 pending.cancel()
                 await asyncio.gather(pending, return_exceptions=True)
-            await deltas.aclose()  # type: ignore[attr-defined]
+            await deltas.aclose()
 
     def _count(self, delta: TextDelta) -> None:
         self._usage.cached = self._generation.cached_token_count

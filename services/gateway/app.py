@@ -1,7 +1,7 @@
 """The HTTP door: routes and middleware. Builds nothing but itself; wiring.py calls `create_app`.
 
-Deny by default: every path asks for a key but /healthz, /readyz and /metrics, which tell nothing of any tenant and are
-served where the operator binds the gateway (loopback unless told otherwise).
+Deny by default: every path asks for a key but /healthz, /readyz and /metrics. The last one names tenants, so only peers
+on this machine see it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from services.gateway.template_renderer import TemplateRenderer
 from services.gateway.validation import Validator
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
+_LOOPBACK = frozenset({"127.0.0.1", "::1"})
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -109,7 +111,9 @@ def create_app(
             return PlainTextResponse("ok\n")
         return PlainTextResponse("not ready\n", 503, {"retry-after": "1"})
 
-    async def metrics_page(_request: Request) -> Response:
+    async def metrics_page(request: Request) -> Response:
+        if not _is_local(request.scope):
+            return await missing(request, NotFound(""))
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def missing(request: Request, _error: Exception) -> Response:
@@ -129,6 +133,13 @@ def create_app(
     ]
     handlers = {404: missing, 405: missing, MillraceError: failed}
     return Edge(Starlette(routes=routes, exception_handlers=handlers), keyring, validator.limits)
+
+
+def _is_local(scope: Scope) -> bool:
+    """The peer is on this machine, and no proxy speaks for another."""
+    client = scope.get("client")
+    forwarded = any(name in _FORWARDED for name, _ in scope["headers"])
+    return client is not None and client[0] in _LOOPBACK and not forwarded
 
 
 def _error_response(error: MillraceError) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,10 +14,11 @@ from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
 from services.common.admission_types import KeyRecord
 from services.common.clock import Clock
-from services.common.errors import InvalidRequest, MillraceError
+from services.common.errors import Cancelled, InvalidRequest
 from services.gateway.answering import ending_of
 from services.gateway.chat_template import JsonValue
 from services.gateway.generation import Generation, Generator, KeyRing, ModelDirectory, ValidRequest
+from services.gateway.http_errors import as_millrace
 from services.gateway.request_draft import (
     ChatPrompt,
     GrammarDraft,
@@ -62,7 +64,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         key = await self._key(context)
         valid = await self._validator.validate(key, _draft(request, context.time_remaining()))
         generation = await self._generator.start(key, valid)
-        delivered = False
+        ending = ending_of(Cancelled("The client went away."))
         reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
         counts = [0] * valid.sampling.choice_count
         request_id = generation.request_id
@@ -71,25 +73,23 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
                 model=valid.model.card.model, seed=valid.sampling.seed, created_unix_seconds=int(self._clock.wall())
             )
             yield pb.GenerateResponse(request_id=request_id, accepted=accepted)
-            async for delta in text_deltas(generation, valid):
-                yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, valid))
-                # The generator is resumed once the transport has taken the message.
-                generation.mark_delivered(delta.choice, delta.delivered)
-                counts[delta.choice] = delta.delivered
-                if delta.finish_reason is not None:
-                    reasons[delta.choice] = delta.finish_reason
+            async with contextlib.aclosing(text_deltas(generation, valid)) as deltas:
+                async for delta in deltas:
+                    yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, valid))
+                    # The generator is resumed once the transport has taken the message.
+                    generation.mark_delivered(delta.choice, delta.delivered)
+                    counts[delta.choice] = delta.delivered
+                    if delta.finish_reason is not None:
+                        reasons[delta.choice] = delta.finish_reason
             completed = pb.GenerateCompleted(usage=_usage(generation, valid, counts))
-            delivered = True
+            ending = common_pb2.TERMINAL_STATE_COMPLETED, reasons[0], ""
             yield pb.GenerateResponse(request_id=request_id, completed=completed)
-        except MillraceError as error:
-            await asyncio.shield(generation.finish(*ending_of(error)))
+        except Exception as error:
+            ending = ending_of(as_millrace(error))
             raise
         finally:
-            # Completed, or left by a cancelled call; after an error the second finish is a no-op.
-            state, reason = common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED
-            if delivered:
-                state, reason = common_pb2.TERMINAL_STATE_COMPLETED, reasons[0]
-            await asyncio.shield(generation.finish(state, reason))
+            # A cancelled call leaves by CancelledError or GeneratorExit.
+            await asyncio.shield(generation.finish(*ending))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The versions that the key may use."""
@@ -122,6 +122,9 @@ def _draft(request: pb.GenerateRequest, remaining_s: float | None) -> RequestDra
     def given(name: str) -> Any:
         return getattr(request, name) if request.HasField(name) else None  # type: ignore[arg-type]
 
+    for field, enum in (("priority_class", common_pb2.PriorityClass), ("resume_policy", common_pb2.ResumePolicy)):
+        if getattr(request, field) not in enum.values():
+            raise InvalidRequest(f"`{field}` is not known.", param=field)
     grammar = request.grammar
     return RequestDraft(
         model=request.model,

@@ -10,9 +10,11 @@ from typing import TypeVar
 import msgspec
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.chat_template import JsonValue
 from services.gateway.limits import Limits
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# An unterminated string reaches to the end, and nothing backtracks: linear for any body.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _AT = re.compile(r" - at `(\$[^`]*)`$")
@@ -34,6 +36,16 @@ def decode_body(body: bytes, body_type: type[BodyT], limits: Limits) -> BodyT:
         raise _type_error(str(error)) from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise _syntax_error(body, str(error)) from None
+
+
+def decode_raw(raw: msgspec.Raw, field: str) -> JsonValue:
+    """The value of a field that was kept as it came. Raises InvalidRequest, as for a number out of range."""
+    try:
+        value: JsonValue = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        reason = _AT.sub("", str(error))
+        raise InvalidRequest(f"`{field}` is not valid: {reason}.", param=field) from None
+    return value
 
 
 def is_deeper_than(body: bytes, depth: int) -> bool:

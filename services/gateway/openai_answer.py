@@ -9,6 +9,7 @@ from typing import Protocol
 from millrace.common.v1 import common_pb2
 
 from services.gateway.chat_template import JsonValue
+from services.gateway.detokenizer import Detokenizer
 from services.gateway.generation import ValidRequest
 from services.gateway.text_stream import TextDelta, TextToken
 from services.gateway.tokenizer import Tokenizer
@@ -102,7 +103,8 @@ class ChatShape:
 
     def chunks(self, delta: TextDelta) -> list[Json]:
         made: list[Json] = []
-        if delta.text or delta.tokens:
+        logprobs = self._facts.request.sampling.HasField("logprob_count")
+        if delta.text or (delta.tokens and logprobs):
             made.append(self._chunk(delta.choice, {"content": delta.text}, self._logprobs(delta.tokens)))
         if delta.finish_reason is not None:
             finish = self._chunk(delta.choice, {}, None, _FINISH[delta.finish_reason])
@@ -169,7 +171,9 @@ class CompletionShape:
         return [self._chunk(choice, self._echoed, None)]
 
     def chunks(self, delta: TextDelta) -> list[Json]:
-        if not delta.text and not delta.tokens and delta.finish_reason is None:
+        logprobs = self._facts.request.sampling.HasField("logprob_count")
+        has_values = logprobs and bool(delta.tokens or delta.prompt_logprobs)
+        if not delta.text and not has_values and delta.finish_reason is None:
             return []
         finish = None if delta.finish_reason is None else _FINISH[delta.finish_reason]
         chunk = self._chunk(delta.choice, delta.text, self._logprobs(delta.prompt_logprobs, delta.tokens), finish)
@@ -213,20 +217,26 @@ class CompletionShape:
         tops: list[JsonValue] = []
         offsets: list[JsonValue] = []
         at = 0
+        echoed = Detokenizer()
         for token_id, position in zip(request.prompt_token_ids, prompt, strict=False) if request.echo else ():
             first = not names
             names.append(_token_text(tokenizer, token_id))
-            values.append(None if first else position.token.logprob)
+            values.append(None if first else _value(position.token.logprob))
             tops.append(None if first else _top(tokenizer, position))
             offsets.append(at)
-            at += len(tokenizer.decode([token_id]))
+            at += len(echoed.feed(tokenizer.visible_bytes(token_id)))
         for token in tokens:
             if token.logprobs is not None:
                 names.append(_token_text(tokenizer, token.token_id))
-                values.append(token.logprobs.token.logprob)
+                values.append(_value(token.logprobs.token.logprob))
                 tops.append(_top(tokenizer, token.logprobs))
                 offsets.append(len(self._echoed) + token.start)
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _value(logprob: float) -> float:
+    """JSON has no infinity; -9999 is what the API writes for it."""
+    return max(logprob, -9999.0)
 
 
 def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -235,12 +245,12 @@ def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 def _alternative(tokenizer: Tokenizer, sent: common_pb2.Logprob) -> Json:
     raw = tokenizer.token_bytes(sent.token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": sent.logprob, "bytes": list(raw)}
+    return {"token": raw.decode("utf-8", "replace"), "logprob": _value(sent.logprob), "bytes": list(raw)}
 
 
 def _top(tokenizer: Tokenizer, position: common_pb2.PositionLogprobs) -> Json:
     sent = [*position.top] or [position.token]
-    return {_token_text(tokenizer, top.token_id): top.logprob for top in sent}
+    return {_token_text(tokenizer, top.token_id): _value(top.logprob) for top in sent}
 
 
 def _finish_of(parts: Sequence[TextDelta]) -> str | None:

@@ -12,6 +12,7 @@ from millrace.common.v1 import common_pb2
 
 from services.common.errors import InvalidRequest, Unsupported
 from services.gateway.chat_template import JsonValue
+from services.gateway.json_body import decode_raw
 from services.gateway.openai_types import (
     ChatRequest,
     CompletionRequest,
@@ -134,11 +135,11 @@ def _refuse_raw(body: msgspec.Struct, path: str, only: dict[str, tuple[JsonValue
         value = getattr(body, name)
         if not isinstance(value, msgspec.Raw) or len(bytes(value)) == 0 or name in _GRAMMAR_FIELDS:
             continue
-        sent: JsonValue = msgspec.json.decode(value)
+        field = f"{path}{name}"
+        sent = decode_raw(value, field)
         # True == 1 in Python, but not on the wire.
         if sent is None or any(sent == good and type(sent) is type(good) for good in only.get(name, ())):
             continue
-        field = f"{path}{name}"
         raise Unsupported(f"`{field}` is not supported with this value.", param=field)
 
 
@@ -205,7 +206,7 @@ def _grammar(body: GenerationBody) -> GrammarDraft | None:
 def _guided(body: GenerationBody) -> list[GrammarDraft]:
     found = []
     if bytes(body.guided_json) not in (b"", b"null"):
-        found.append(GrammarDraft(common_pb2.GRAMMAR_KIND_JSON_SCHEMA, "guided_json", _schema_text(body.guided_json)))
+        found.append(_schema(body.guided_json, "guided_json"))
     if body.guided_regex is not None:
         found.append(GrammarDraft(common_pb2.GRAMMAR_KIND_REGEX, "guided_regex", body.guided_regex))
     if body.guided_choice is not None:
@@ -221,7 +222,7 @@ def _structured(body: GenerationBody) -> list[GrammarDraft]:
         return []
     found, at = [], "structured_outputs"
     if bytes(sent.json) not in (b"", b"null"):
-        found.append(GrammarDraft(common_pb2.GRAMMAR_KIND_JSON_SCHEMA, f"{at}.json", _schema_text(sent.json)))
+        found.append(_schema(sent.json, f"{at}.json"))
     if sent.regex is not None:
         found.append(GrammarDraft(common_pb2.GRAMMAR_KIND_REGEX, f"{at}.regex", sent.regex))
     if sent.choice is not None:
@@ -244,11 +245,11 @@ def _response_format(sent: ResponseFormat) -> list[GrammarDraft]:
     if sent.json_schema is None or bytes(sent.json_schema.schema) in (b"", b"null"):
         message = "`response_format.json_schema.schema` is required."
         raise InvalidRequest(message, param="response_format.json_schema.schema")
-    text = _schema_text(sent.json_schema.schema)
-    return [GrammarDraft(common_pb2.GRAMMAR_KIND_JSON_SCHEMA, "response_format.json_schema.schema", text)]
+    return [_schema(sent.json_schema.schema, "response_format.json_schema.schema")]
 
 
-def _schema_text(raw: msgspec.Raw) -> str:
-    value: JsonValue = msgspec.json.decode(raw)
+def _schema(raw: msgspec.Raw, field: str) -> GrammarDraft:
+    value = decode_raw(raw, field)
     # vLLM's clients also send the schema as a string.
-    return value if isinstance(value, str) else bytes(raw).decode()
+    text = value if isinstance(value, str) else bytes(raw).decode()
+    return GrammarDraft(common_pb2.GRAMMAR_KIND_JSON_SCHEMA, field, text)

@@ -6,8 +6,9 @@ Whoever detokenises owns stop strings: that is here, and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from millrace.common.v1 import common_pb2
 
@@ -29,7 +30,7 @@ class TextToken:
 class TextDelta:
     """New text of one choice and the tokens that it completes; `delivered` counts the choice's tokens up to here.
 
-    `finish_reason` is set on the last delta of the choice. `prompt_logprobs` comes once, with choice 0.
+    `finish_reason` is set on the last delta of the choice. `prompt_logprobs` comes with the first delta of each choice.
     """
 
     choice: int
@@ -51,6 +52,8 @@ class ChoiceText:
         self._detokenizer = Detokenizer()
         self._held = ""
         self._sent_chars = 0
+        # Text before it came before `min_tokens` and is no part of a stop string.
+        self._stop_from = 0
         self._waiting: list[tuple[int, TextToken]] = []
         self._seen = 0
         self._delivered = 0
@@ -84,11 +87,14 @@ class ChoiceText:
         end = self._sent_chars + len(self._held) + (1 if self._detokenizer.pending_byte_count else 0)
         self._waiting.append((end, TextToken(token_id, start, logprobs)))
         self._seen += 1
+        if self._seen < self._min_tokens:
+            self._stop_from = self._sent_chars + len(self._held)
 
     def _match_stop(self) -> int | None:
         if not self._stop or self._seen < self._min_tokens:
             return None
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        begin = max(0, self._stop_from - self._sent_chars)
+        found = [at for stop in self._stop if (at := self._held.find(stop, begin)) >= 0]
         return min(found, default=None)
 
     def _held_back(self) -> int:
@@ -96,8 +102,9 @@ class ChoiceText:
         if self._seen < self._min_tokens:
             return 0
         longest = 0
+        most = len(self._held) - max(0, self._stop_from - self._sent_chars)
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+            for length in range(min(len(stop) - 1, most), longest, -1):
                 if self._held.endswith(stop[:length]):
                     longest = length
                     break
@@ -106,7 +113,9 @@ class ChoiceText:
     def _finish(self, reason: common_pb2.FinishReason.ValueType, event: TokenEvent) -> TextDelta:
         self.finished = True
         text, self._held = self._held, ""
-        tokens = tuple(token for _, token in self._waiting)
+        end = self._sent_chars + len(text)
+        # A token of the stop string has no text; its offset is where the text ends.
+        tokens = tuple(TextToken(t.token_id, min(t.start, end), t.logprobs) for _, t in self._waiting)
         self._waiting.clear()
         self._delivered = self._seen
         return TextDelta(self._choice, text, tokens, self._seen, reason, event.prompt_logprobs)
@@ -125,11 +134,38 @@ class ChoiceText:
         return TextDelta(self._choice, text, tokens, self._delivered, None, event.prompt_logprobs)
 
 
-async def text_deltas(generation: Generation, request: ValidRequest) -> AsyncIterator[TextDelta]:
+async def text_deltas(generation: Generation, request: ValidRequest) -> AsyncGenerator[TextDelta, None]:
     """Deltas of all choices until each has finished; a stop string ends its choice in the worker too.
 
     Raises what `Generation.events` raises.
     """
+    deltas = _choice_deltas(generation, request)
+    if request.sampling.HasField("prompt_logprob_count"):
+        deltas = _with_prompt_logprobs(deltas)
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            yield delta
+
+
+async def _with_prompt_logprobs(deltas: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[TextDelta, None]:
+    """Gives the prompt's logprobs, which come with choice 0, to every choice; other choices wait for them."""
+    early: list[TextDelta] = []
+    prompt: tuple[common_pb2.PositionLogprobs, ...] | None = None
+    opened: set[int] = set()
+    async with contextlib.aclosing(deltas):
+        async for delta in deltas:
+            if prompt is None and delta.choice != 0:
+                early.append(delta)
+                continue
+            prompt = delta.prompt_logprobs if prompt is None else prompt
+            for ready in (delta, *early):
+                first = ready.choice not in opened
+                opened.add(ready.choice)
+                yield dataclasses.replace(ready, prompt_logprobs=prompt if first else ())
+            early.clear()
+
+
+async def _choice_deltas(generation: Generation, request: ValidRequest) -> AsyncGenerator[TextDelta, None]:
     sampling = request.sampling
     texts = [
         ChoiceText(request.model.tokenizer, request.stop, sampling.min_token_count, choice)

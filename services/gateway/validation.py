@@ -6,7 +6,6 @@ Refuses with the field named. Cheap checks first; long texts are encoded in a th
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from array import array
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from services.gateway.request_draft import ChatPrompt, RequestDraft, SamplingDra
 from services.gateway.template_renderer import TemplateRenderer
 
 _INT64 = 1 << 63
+_INT32_MAX = (1 << 31) - 1
 
 
 class Validator:
@@ -181,16 +181,15 @@ def _check_sampling(sent: SamplingDraft, limits: Limits, vocab_size: int) -> Non
         ("presence_penalty", -2.0, 2.0),
         ("top_k", -1, vocab_size),
         ("n", 1, limits.choices),
-        ("max_tokens", 1, math.inf),
-        ("min_tokens", 0, math.inf),
+        ("max_tokens", 1, _INT32_MAX),
+        ("min_tokens", 0, _INT32_MAX),
         ("seed", -_INT64, 2 * _INT64 - 1),
         ("logprobs", 0, limits.top_logprobs),
     ):
         value = getattr(sent, name)
         # Written as what is allowed, so that NaN is not.
         if value is not None and not low <= value <= high:
-            bounds = f"at least {low:g}" if high == math.inf else f"between {low} and {high}"
-            raise InvalidRequest(f"`{name}` must be {bounds}.", param=name)
+            raise InvalidRequest(f"`{name}` must be between {low} and {high}.", param=name)
     if len(sent.stop) > limits.stop_strings:
         raise InvalidRequest(f"`stop` takes at most {limits.stop_strings} strings.", param="stop")
     if any(len(stop.encode()) > limits.stop_string_bytes for stop in sent.stop):
