@@ -11,7 +11,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from services.common.config import ConfigError
 
@@ -44,6 +45,21 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel until every task is done; never raises what they raised.
+
+    Once is not enough: libraries lose a cancellation that comes while they handle a timeout of their own.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        done, pending = await asyncio.wait(pending, timeout=0.2)
+        for task in done:
+            if not task.cancelled():
+                task.exception()
 
 
 def new_ulid(now_s: float | None = None) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Coroutine
 
 import structlog
 
+from services.common.lifecycle import end_tasks
+
 
 class Tasks:
     """A set of running tasks. A failure is logged and ends only its task."""
@@ -26,10 +28,7 @@ class Tasks:
 
     async def close(self) -> None:
         """Cancel what still runs and wait for it."""
-        running = list(self._tasks)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def _guarded(self, work: Coroutine[object, object, None], name: str) -> None:
         try:

@@ -16,13 +16,13 @@ from services.common.admission_store import BATCH, CLAIM_LEASE_MS, AdmissionStor
 from services.common.admission_types import Claimed, Pool
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
+from services.common.lifecycle import end_tasks
 from services.common.telemetry import context_from, tracer
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
 from services.router.filters import is_routable
 from services.router.policy import RoutingPolicy
 from services.router.registry import EndpointRegistry
-from services.router.tasks import end_tasks
 
 MAX_HELD = BATCH
 RESERVE_AFTER_S = 2.0

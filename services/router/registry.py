@@ -19,8 +19,8 @@ from services.common.admission_types import Pool, WorkerRecord
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.grpc_client import open_channel
+from services.common.lifecycle import end_tasks
 from services.router.endpoint import Endpoint, View
-from services.router.tasks import end_tasks
 
 DISCOVERY_PERIOD_S = 1.0
 _FIRST_BACKOFF_S = 0.1

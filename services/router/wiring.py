@@ -18,7 +18,7 @@ from millrace.router.v1 import router_service_pb2_grpc
 from services.common.admission_store import AdmissionStore
 from services.common.clock import Clock, SystemClock
 from services.common.grpc_server import GrpcServer, start_server
-from services.common.lifecycle import StartupError, new_instance_id
+from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
 from services.router.claim import ClaimLoop
@@ -28,7 +28,6 @@ from services.router.policy import RoutingPolicy
 from services.router.reaper import Reaper
 from services.router.registry import EndpointRegistry
 from services.router.service import RouterService
-from services.router.tasks import end_tasks
 
 SERVICE_NAME = "millrace.router.v1.RouterService"
 

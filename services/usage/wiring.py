@@ -17,7 +17,7 @@ from services.common.admission_store import AdmissionStore
 from services.common.clock import Clock, SystemClock
 from services.common.errors import StoreUnavailable
 from services.common.grpc_server import GrpcServer, start_server
-from services.common.lifecycle import StartupError
+from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
 from services.usage.accounts import Accounts
@@ -86,9 +86,7 @@ class UsageApp:
 
     async def stop(self) -> None:
         """Release everything; a transaction under way ends first. Safe after a failed start."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks(self._tasks.values())
         self._tasks.clear()
         if self._server is not None:
             await self._server.stop(0.5)

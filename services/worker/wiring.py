@@ -6,7 +6,6 @@ Also owns the order of start, drain and stop. Called by __main__ and by tests th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import socket
 from collections.abc import Coroutine
@@ -20,7 +19,7 @@ from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool, WorkerRecord
 from services.common.clock import Clock, SystemClock
 from services.common.grpc_server import GrpcServer, start_server
-from services.common.lifecycle import StartupError, new_instance_id
+from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
 from services.worker.attach import GatewayHub
@@ -183,9 +182,7 @@ class WorkerApp:
     async def _end_task(self, name: str) -> None:
         task = self._tasks.pop(name, None)
         if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+            await end_tasks([task])
 
 
 def build(

@@ -199,6 +199,7 @@ async def test_cancel_stops_the_engine_within_one_step() -> None:
         await rig.until(lambda: rig.app.parts.table.get("r1").abandoned)  # type: ignore[union-attr]
         gate.open.set()
         await rig.until(lambda: len(rig.app.parts.table) == 0)
+        await gateway.finished("r1")
 
         assert gate.steps <= steps_at_cancel + 1
         assert gateway.of("r1").finishes[0].reason == common_pb2.FINISH_REASON_CANCELLED
