@@ -8,7 +8,13 @@ import pytest
 import redis.asyncio as aioredis
 
 from services.common.redis_client import connect
+from tests.helpers import containers
 from tests.helpers.redis import RedisProcess
+
+
+def pytest_report_header() -> str:
+    """Where Redis and PostgreSQL come from in this run."""
+    return containers.describe()
 
 
 @pytest.fixture(scope="session")
