@@ -131,7 +131,7 @@ def create_app(
         Route("/v1/chat/completions", chat_endpoint(generator, validator, clock), methods=["POST"]),
         Route("/v1/completions", completion_endpoint(generator, validator, clock), methods=["POST"]),
     ]
-    handlers = {404: missing, 405: missing, MillraceError: failed}
+    handlers = {404: missing, 405: missing, MillraceError: failed, Exception: failed}
     return Edge(Starlette(routes=routes, exception_handlers=handlers), keyring, validator.limits)
 
 

@@ -90,7 +90,7 @@ async def read_body(request: Request, validator: Validator) -> bytes:
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Unsupported("Compressed bodies are not accepted.", param="content-encoding")
     declared = request.headers.get("content-length", "0")
-    if not declared.isdigit():
+    if not (declared.isascii() and declared.isdigit()):
         raise InvalidRequest("`content-length` is not a number.", param="content-length")
     too_large = PayloadTooLarge(f"The body is larger than {limits.body_bytes} bytes.")
     if len(declared) > 12 or int(declared) > limits.body_bytes:

@@ -247,7 +247,8 @@ class FakeKeyRing:
         self._keys = keys or {"secret": key()}
 
     async def authenticate(self, authorization: str | None) -> KeyRecord:
-        found = self._keys.get((authorization or "").removeprefix("Bearer "))
+        scheme, _, secret = (authorization or "").partition(" ")
+        found = self._keys.get(secret) if scheme == "Bearer" else None
         if found is None:
             raise Unauthenticated("The API key is not valid.")
         return found

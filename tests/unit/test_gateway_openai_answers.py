@@ -389,7 +389,7 @@ async def test_a_client_that_leaves_cancels_exactly_once_in_every_phase(phase: s
     steps: dict[str, list[Step]] = {
         "queued": [hold],
         "decoding": [tokens(ids("ab")), hold],
-        "writing": one_by_one(ids("ab")),
+        "writing": list(one_by_one(ids("ab"))),
         "error frame": [WorkerLost("Lost.")],
     }
     client, generator = client_of(*steps.get(phase, []))
@@ -434,7 +434,10 @@ async def test_leaving_before_the_body_is_whole_starts_nothing() -> None:
     async def send(_message: object) -> None:
         raise AssertionError("nobody listens")
 
-    messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    messages: list[dict[str, object]] = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
 
     async def receive() -> dict[str, object]:
         return messages.pop(0)
@@ -447,7 +450,7 @@ async def test_leaving_before_the_body_is_whole_starts_nothing() -> None:
         "query_string": b"",
         "client": ("127.0.0.1", 1),
     }
-    await client.app(scope, receive, send)  # type: ignore[arg-type]
+    await client.app(scope, receive, send)
 
     assert generator.requests == []
 
