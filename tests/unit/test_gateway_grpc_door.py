@@ -1,0 +1,177 @@
+"""The gRPC door: the key, errors with their reason, cancellation, models of the key, refused values."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from millrace.common.v1 import common_pb2
+from millrace.gateway.v1 import gateway_service_pb2 as pb
+from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
+
+from services.common.errors import MillraceError, QueueFull, WorkerLost
+from services.common.grpc_server import start_server
+from services.gateway.grpc_service import SERVICE_NAME, GatewayService
+from tests.helpers.echo_generation import (
+    REQUEST_ID,
+    FakeDirectory,
+    FakeGenerator,
+    FakeKeyRing,
+    InlineRenderer,
+    key,
+    one_by_one,
+    served,
+    tokens,
+)
+from tests.helpers.fake_clock import FakeClock
+
+METADATA = (("authorization", "Bearer secret"),)
+
+
+@contextlib.asynccontextmanager
+async def door(generator: FakeGenerator, *allowed: str) -> AsyncIterator[Any]:
+    directory = FakeDirectory(served(), served("other"))
+    keyring = FakeKeyRing(secret=key("acme", *allowed))
+    service = GatewayService(generator, directory, keyring, clock=FakeClock(), renderer=InlineRenderer())
+    server = await start_server("127.0.0.1:0", service.add_to, service_names=[SERVICE_NAME])
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield pb_grpc.GatewayServiceStub(channel)
+    finally:
+        await server.stop(0)
+
+
+async def failure(call: Any) -> tuple[grpc.StatusCode, error_details_pb2.ErrorInfo]:
+    """Code and ErrorInfo that a call ended with."""
+
+    async def drained() -> None:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            async for _ in call:
+                pass
+        else:
+            await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drained()
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return caught.value.code(), info
+
+
+async def test_each_method_asks_for_a_key() -> None:
+    async with door(FakeGenerator()) as stub:
+        for call in (
+            stub.Generate(pb.GenerateRequest(model="tiny", prompt="x")),
+            stub.ListModels(pb.ListModelsRequest()),
+            stub.Cancel(pb.CancelRequest(request_id=REQUEST_ID)),
+            stub.ListModels(pb.ListModelsRequest(), metadata=(*METADATA, *METADATA)),
+        ):
+            code, info = await failure(call)
+            assert (code, info.reason) == (grpc.StatusCode.UNAUTHENTICATED, "INVALID_API_KEY")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({}, "input"),
+        ({"prompt": "x", "choice_count": 0}, "n"),
+        ({"prompt": "x", "choice_count": 9}, "n"),
+        ({"prompt": "x", "temperature": float("nan")}, "temperature"),
+        ({"prompt": "x", "top_p": float("inf")}, "top_p"),
+        ({"prompt": "x", "stop": list("abcde")}, "stop"),
+        ({"prompt": "x", "stop_token_ids": [2**32 - 1]}, "stop_token_ids"),
+        ({"prompt": "x", "logit_bias": [common_pb2.LogitBias(token_id=1, bias=float("nan"))]}, "logit_bias"),
+        ({"prompt": "x", "priority_class": 77}, "priority_class"),
+        ({"prompt": "x", "resume_policy": 77}, "resume_policy"),
+        ({"prompt": "x", "grammar": common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="a")}, "grammar"),
+        ({"chat": pb.ChatInput()}, "messages"),
+        ({"chat": pb.ChatInput(messages=[pb.ChatMessage(role="tool", content="x")])}, "messages[0].role"),
+        ({"prompt_token_ids": common_pb2.TokenIds(token_ids=[2**32 - 1])}, "prompt"),
+    ],
+)
+async def test_a_wrong_value_is_invalid_argument_and_names_its_field(fields: dict[str, object], param: str) -> None:
+    generator = FakeGenerator()
+    async with door(generator) as stub:
+        request = pb.GenerateRequest(model="tiny", **fields)  # type: ignore[arg-type]
+        code, info = await failure(stub.Generate(request, metadata=METADATA))
+
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert info.metadata["param"] == param
+    assert generator.requests == []
+
+
+@pytest.mark.parametrize("error", [QueueFull("Full.", retry_after_s=2.0), WorkerLost("Lost."), ValueError("/secret")])
+@pytest.mark.parametrize("phase", ["start", "stream"])
+async def test_a_failure_has_the_code_and_reason_of_its_row(error: Exception, phase: str) -> None:
+    generator = FakeGenerator([tokens([65]), error])
+    if phase == "start":
+        generator.refusal = error
+    async with door(generator) as stub:
+        code, info = await failure(stub.Generate(pb.GenerateRequest(model="tiny", prompt="x"), metadata=METADATA))
+
+    row = error.row if isinstance(error, MillraceError) else None
+    assert code is (row.grpc_code if row else grpc.StatusCode.INTERNAL)
+    assert info.reason == (row.reason if row else "INTERNAL")
+    if phase == "stream":
+        failed = common_pb2.TERMINAL_STATE_FAILED
+        assert generator.only.endings == [(failed, common_pb2.FINISH_REASON_ERROR, info.reason)]
+
+
+async def test_a_cancelled_call_cancels_the_work_exactly_once() -> None:
+    hold = asyncio.Event()
+    generator = FakeGenerator([tokens([65]), hold])
+    async with door(generator) as stub:
+        call = stub.Generate(pb.GenerateRequest(model="tiny", prompt="x"), metadata=METADATA)
+        async for response in call:
+            if response.HasField("delta"):
+                break
+        await generator.only.reading.wait()
+        call.cancel()
+        async with asyncio.timeout(5):
+            while not generator.only.endings:
+                await asyncio.sleep(0.005)
+
+    cancelled = (common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED, "CANCELLED")
+    assert generator.only.endings == [cancelled]
+
+
+async def test_a_calls_deadline_is_the_requests_and_zero_is_a_value() -> None:
+    generator = FakeGenerator(one_by_one([65]))
+    async with door(generator) as stub:
+        request = pb.GenerateRequest(model="tiny", prompt="x", temperature=0, top_p=0.1, seed=0)
+        async for _ in stub.Generate(request, metadata=METADATA, timeout=7):
+            pass
+
+    valid = generator.requests[0][1]
+    assert 5 < valid.timeout_s <= 7
+    assert (valid.sampling.temperature, valid.sampling.seed) == (0, 0)
+    assert valid.sampling.top_p == pytest.approx(0.1)
+
+
+async def test_models_are_those_of_the_key() -> None:
+    async with door(FakeGenerator(), "tiny") as stub:
+        answer = await stub.ListModels(pb.ListModelsRequest(), metadata=METADATA)
+        code, _ = await failure(stub.Generate(pb.GenerateRequest(model="other", prompt="x"), metadata=METADATA))
+
+    assert [model.id for model in answer.models] == ["tiny@v1"]
+    assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_cancel_tells_whose_request_it_is_only_to_its_tenant() -> None:
+    generator = FakeGenerator()
+    async with door(generator) as stub:
+        answer = await stub.Cancel(pb.CancelRequest(request_id=REQUEST_ID), metadata=METADATA)
+        code, info = await failure(stub.Cancel(pb.CancelRequest(request_id="foreign"), metadata=METADATA))
+
+    assert answer.cancelled
+    assert (code, info.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_FOUND")
+    assert generator.cancelled[0] == ("acme", REQUEST_ID)
