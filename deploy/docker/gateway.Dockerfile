@@ -21,7 +21,7 @@ ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDON
 USER millrace
 WORKDIR /var/lib/millrace
 VOLUME /var/lib/millrace
-EXPOSE 8000 8001
+EXPOSE 8000 8001 9090
 HEALTHCHECK --interval=10s --timeout=5s --start-period=20s --retries=3 \
     CMD ["python", "-S", "-E", "/usr/local/lib/millrace/healthcheck.py", "127.0.0.1:8000", "/healthz"]
 STOPSIGNAL SIGTERM

@@ -14,6 +14,7 @@ class GatewayConfig:
     redis_url: str = setting("redis://127.0.0.1:6379/0", help="Redis of queues, limits and keys", secret=True)
     http_listen: str = setting("127.0.0.1:8000", parse=parse_address, help="Address of the OpenAI HTTP API")
     grpc_listen: str = setting("127.0.0.1:8001", parse=parse_address, help="Address of the gRPC API")
+    metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
     advertise: str = setting("", help="Address under which other gateways reach this one; default the bound gRPC one")
     data_dir: str = setting("millrace-gateway", help="Folder of the usage outbox")
     outbox_max_bytes: int = setting(

@@ -9,7 +9,8 @@ import structlog
 
 from services.common.clock import Clock, SystemClock
 from services.common.grpc_server import GrpcServer, start_server
-from services.common.lifecycle import new_instance_id
+from services.common.lifecycle import StartupError, new_instance_id
+from services.common.metrics import MetricsServer, start_metrics_server
 from services.gateway.app import create_app
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
@@ -27,6 +28,7 @@ class GatewayApp:
         self._renderer = TemplateRenderer()
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
+        self._metrics: MetricsServer | None = None
 
     @property
     def http_port(self) -> int:
@@ -58,6 +60,8 @@ class GatewayApp:
             await self._http.stop()
         if self._grpc is not None:
             await self._grpc.stop(0.5)
+        if self._metrics is not None:
+            await self._metrics.close()
         await self.back.stop()
         await self._renderer.close()
 
@@ -74,6 +78,12 @@ class GatewayApp:
             renderer=self._renderer,
         )
         self._http = HttpServer(app, opened)
+        try:
+            # Scrapers of other hosts come here: the public port shows metrics to local peers only.
+            where = self._config.metrics_listen
+            self._metrics = await start_metrics_server(where, parts.metrics, lambda: True, back.ready)
+        except OSError as error:
+            raise StartupError(f"The address {where} cannot be bound: is the port taken?") from error
         await back.open()
         service = GatewayService(
             back.generator, parts.directory, parts.keyring, clock=parts.clock, renderer=self._renderer
