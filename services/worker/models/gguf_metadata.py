@@ -1,14 +1,15 @@
-"""Typed access to GGUF metadata: the only place that judges the type of a value.
+"""Typed access to GGUF metadata and to the fields of a folder's JSON: the only place that judges a value's type.
 
-Called by the GGUF loader and the tokenizer export.
+Called by the loaders and the tokenizer exports.
 """
 
 from __future__ import annotations
 
-from services.worker.models.errors import ModelLoadError
-from services.worker.models.gguf_file import MetadataValue
+from collections.abc import Mapping
 
-Metadata = dict[str, MetadataValue]
+from services.worker.models.errors import ModelLoadError
+
+Metadata = Mapping[str, object]
 
 
 def required_int(metadata: Metadata, key: str) -> int:

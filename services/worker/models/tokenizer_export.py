@@ -23,7 +23,7 @@ from services.worker.models.tokenizer_pieces import (
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 # Control tokens that end a turn in some family, by their text; the id is believed only when the token is a control.
-_END_TEXTS = frozenset(
+END_TEXTS = frozenset(
     {
         "<|im_end|>",
         "<|eot_id|>",
@@ -119,7 +119,7 @@ def _export(metadata: meta.Metadata, tokens: list[str], kinds: list[int], text: 
     controls = tuple(
         (token, index) for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == _CONTROL
     )
-    ends |= {index for token, index in controls if token in _END_TEXTS}
+    ends |= {index for token, index in controls if token in END_TEXTS}
     named = []
     for name in ("bos", "eos", "unknown", "padding"):
         index = _token_id(metadata, name, tokens)

@@ -17,6 +17,7 @@ from services.worker.models.decoder import DecoderTensors
 from services.worker.models.errors import ModelLoadError
 from services.worker.models.gguf_loader import load_gguf
 from services.worker.models.registry import decoder_tensors
+from services.worker.models.safetensors_loader import load_folder
 from services.worker.runtime.choosing import Chooser, NumpyChooser
 from services.worker.runtime.forward import Forward
 from services.worker.runtime.kv_store import KV_DTYPES, KVStore
@@ -131,7 +132,7 @@ def _load(model: str) -> Checkpoint:
     package = _EMBEDDED.get(model)
     path = Path(model).expanduser() if package is None else _embedded_file(model, package)
     if path.is_dir():
-        raise ModelLoadError(f"{path} is a folder; only GGUF files are supported")
+        return load_folder(path)
     if not path.exists():
         raise ModelLoadError(f"{model} is neither a known model ({', '.join(_EMBEDDED)}) nor a file or folder")
     checkpoint = load_gguf(path)
