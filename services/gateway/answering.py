@@ -1,7 +1,7 @@
 """Runs one generation for an HTTP client: streamed as SSE or whole, watched for the client going away.
 
 The status is held back until the first token or 10 s, so that refusals stay real statuses. A terminal state is decided
-by what was written: a socket closed after the last frame is `completed`, before it `cancelled`.
+by what was written: a socket closed after the finish of every choice is `completed`, before it `cancelled`.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Answering:
         self._send = send
         self._headers = headers
         self._started = False
+        self._all_finishes_written = False
         self._reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
         choices = request.sampling.choice_count
         self._usage = Usage(len(request.prompt_token_ids), [0] * choices)
@@ -94,6 +95,10 @@ class Answering:
             ending = ending_of(error)
             with contextlib.suppress(SlowReader):
                 await self._send_error(error)
+        except asyncio.CancelledError:
+            if self._all_finishes_written:
+                ending = common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0], ""
+            raise
         finally:
             await asyncio.shield(self._generation.finish(*ending))
 
@@ -126,6 +131,7 @@ class Answering:
                 if chunks:
                     await self._write(b"".join(_event({**chunk, **extra}) for chunk in chunks))
                 self._generation.mark_delivered(delta.choice, delta.delivered)
+                self._all_finishes_written = len(self._reasons) == len(self._usage.choices)
         tail = _event(self._shape.usage_chunk(self._usage)) if include_usage else b""
         await self._write(tail + b"data: [DONE]\n\n", more=False)
 

@@ -427,6 +427,38 @@ async def test_a_client_that_leaves_after_the_last_frame_has_a_completed_request
     assert generator.only.endings == [(COMPLETED, LENGTH, "")]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_client_that_leaves_right_after_the_last_finish_chunk_has_a_completed_request(n: int) -> None:
+    steps = [step for choice in range(n) for step in one_by_one(ids("ab"), choice=choice)]
+    client, generator = client_of(*steps)
+    client.reader_may_read = asyncio.Event()
+    client.reader_may_read.set()
+    asking = asyncio.ensure_future(client.chat(stream=True, n=n))
+    while client.answer.body.count(b'"finish_reason":"length"') < n:
+        await asyncio.sleep(0)
+    client.reader_may_read.clear()
+
+    client.disconnect.set()
+    await asyncio.wait_for(asking, 5)
+
+    assert not client.answer.ended
+    assert generator.only.endings == [(COMPLETED, LENGTH, "")]
+
+
+async def test_a_client_that_leaves_while_another_choice_runs_has_a_cancelled_request() -> None:
+    client, generator = client_of(*one_by_one(ids("ab")), tokens(ids("a"), choice=1), asyncio.Event())
+    asking = asyncio.ensure_future(client.chat(stream=True, n=2))
+    async with asyncio.timeout(5):
+        while not generator.generations:
+            await asyncio.sleep(0)
+        await generator.only.reading.wait()
+
+    client.disconnect.set()
+    await asyncio.wait_for(asking, 5)
+
+    assert generator.only.endings == [(CANCELLED, common_pb2.FINISH_REASON_CANCELLED, "CANCELLED")]
+
+
 async def test_leaving_before_the_body_is_whole_starts_nothing() -> None:
     client, generator = client_of()
     client.disconnect.set()
