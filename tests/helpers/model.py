@@ -16,7 +16,7 @@ from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import EngineOutput
 from services.worker.engine.proposer import Proposer
-from services.worker.engine.request import EngineRequest, RequestKey, SamplingParams, fresh_choices
+from services.worker.engine.request import EngineRequest, PriorityClass, RequestKey, SamplingParams, fresh_choices
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.gguf_loader import load_gguf
 from services.worker.models.registry import decoder_tensors
@@ -102,6 +102,7 @@ class ModelRig:
         n: int = 1,
         salt: bytes = b"",
         sampling: SamplingParams | None = None,
+        priority_class: PriorityClass = PriorityClass.INTERACTIVE,
     ) -> None:
         """Queue a request: greedy and past the end of turn unless `sampling` says otherwise; no salt, no cache."""
         greedy = SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0, ignore_eos=True)
@@ -112,6 +113,7 @@ class ModelRig:
             sampling=sampling or greedy,
             choices=fresh_choices(n),
             cache_salt=salt,
+            priority_class=priority_class,
         )
         self.engine.add_request(request, now=self.now)
 
