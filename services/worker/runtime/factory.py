@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from pathlib import Path
 
 import torch
 
 from services.worker.engine.model_runner import RunnerSpec
+from services.worker.kernels.cpu import CpuKernels, load_kernels
+from services.worker.kernels.cpu_build import KernelUnavailableError
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.decoder import DecoderTensors
 from services.worker.models.errors import ModelLoadError
 from services.worker.models.gguf_loader import load_gguf
+from services.worker.models.model_config import ModelConfig
 from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
 from services.worker.runtime.choosing import Chooser, NumpyChooser
 from services.worker.runtime.forward import Forward
 from services.worker.runtime.kv_store import KV_DTYPES, KVStore
 from services.worker.runtime.memory_budget import BudgetRequest, MemoryBudget, available_memory, plan_memory
+from services.worker.runtime.native_forward import NativeChooser, NativeForward, unsupported
 from services.worker.runtime.sampler import Sampler
 from services.worker.runtime.torch_forward import TorchForward
 from services.worker.runtime.torch_model_runner import TorchModelRunner
@@ -35,9 +40,10 @@ DTYPES = ("auto", "float32", "int8")
 class RunnerOptions:
     """What the operator chose; the names are the field's own.
 
-    `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "auto" takes int8 arithmetic for
-    quantised weights on a CPU with compiled kernels, else float32. `threads` None takes what the process may use.
-    `kernel_cache_dir` None keeps compiled kernels under the user's cache folder.
+    `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "auto" is
+    float32, exact; "int8" keeps four- and eight-bit weights as stored and needs the compiled kernels. `threads` None takes what the process may use.
+    `kernel_cache_dir` None keeps compiled kernels under the user's cache folder; without `compiled_kernels` torch
+    computes everything.
     """
 
     model: str = DEFAULT_MODEL
@@ -51,6 +57,7 @@ class RunnerOptions:
     num_blocks: int | None = None
     threads: int | None = None
     kernel_cache_dir: Path | None = None
+    compiled_kernels: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
     checkpoint = _load(options.model)
     tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
     forward, chooser, dtype = _forward(options, checkpoint, tensors)
-    kv_dtype = KV_DTYPES["float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype]
+    kv_dtype = KV_DTYPES[_kv_dtype(options)]
     budget = plan_memory(
         BudgetRequest(
             config=checkpoint.config,
@@ -149,10 +156,35 @@ def _embedded_file(model: str, package: str) -> Path:
 
 
 def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTensors) -> tuple[Forward, Chooser, str]:
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    """Compiled kernels where they run, else torch."""
+    threads = options.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
     length = options.max_model_len or checkpoint.config.context_length
-    return TorchForward(tensors, max_model_len=length), NumpyChooser(), "float32"
+    kernels, reason = _kernels(options, checkpoint.config, threads)
+    if kernels is None:
+        if options.dtype == "int8":
+            raise ModelLoadError(f"dtype int8 needs the compiled kernels: {reason}")
+        return TorchForward(tensors, max_model_len=length), NumpyChooser(), "float32"
+    quantised = options.dtype == "int8"
+    forward = NativeForward(kernels, tensors, max_model_len=length, quantised=quantised)
+    return forward, NativeChooser(kernels), "int8" if quantised else "float32"
+
+
+def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple[CpuKernels | None, str]:
+    if not options.compiled_kernels:
+        return None, "they are switched off"
+    reason = unsupported(config, options.block_size, KV_DTYPES[_kv_dtype(options)])
+    if reason is not None:
+        return None, reason
+    cache_dir = options.kernel_cache_dir or Path.home() / ".cache" / "millrace" / "kernels"
+    try:
+        return load_kernels(cache_dir, threads), ""
+    except KernelUnavailableError as error:
+        return None, str(error)
+
+
+def _kv_dtype(options: RunnerOptions) -> str:
+    return "float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
 
 
 def _runner(
