@@ -1,150 +1,142 @@
-"""Greedy ids of the embedded model, through the real engine, are those of `transformers` in float32."""
+"""Greedy ids of the embedded model equal the reference, alone and in a mixed batch with random chunks."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import random
-from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from services.worker.engine.engine import Engine
-from services.worker.engine.proposer import DraftRequest
-from services.worker.engine.request import RequestKey, TokenArray
-from services.worker.models.decoder import DecoderTensors
-from services.worker.models.gguf_loader import load_gguf
-from services.worker.models.registry import decoder_tensors
-from services.worker.runtime.factory import RunnerOptions, load_runner
-from tests.golden.make_smollm2_greedy import model_path
-from tests.helpers.model import ModelRig, golden_cases
+from services.worker.engine.outputs import NewRequest, ScheduledRequest, SchedulerOutput
+from services.worker.engine.request import RequestKey, SamplingParams
+from services.worker.runtime.factory import LoadedModel, RunnerOptions, load_runner
 
 pytestmark = pytest.mark.model
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "smollm2_greedy.json").read_text())
+CASES = [(case["prompt_ids"], case["output_ids"]) for case in GOLDEN["cases"]]
+NONE = np.empty(0, dtype=np.int32)
+GREEDY = SamplingParams(max_tokens=64, seed=0, temperature=0.0, ignore_eos=True)
 
 
-class GoldenProposer:
-    """Proposes what the reference said: the runner still computes and judges every token itself."""
+@dataclasses.dataclass
+class Row:
+    """One request driven by hand: what is known, what is computed, where it lies."""
 
-    def propose(self, requests: Sequence[DraftRequest]) -> list[TokenArray]:
-        found = []
-        for request in requests:
-            case = golden_cases()[int(request.key.request_id)]
-            said = len(request.token_ids) - len(case.prompt_ids)
-            found.append(np.array(case.output_ids[said : said + request.max_draft_count], dtype=np.int32))
-        return found
+    key: RequestKey
+    sampling: SamplingParams
+    prompt_length: int
+    tokens: list[int]
+    blocks: tuple[int, ...]
+    wanted: int
+    computed: int = 0
+    announced: bool = False
 
-    def release(self, key: RequestKey) -> None:
-        """Nothing is kept."""
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) - self.prompt_length >= self.wanted
 
-
-@pytest.mark.parametrize("index", [3, 13])
-def test_alone_and_token_by_token_the_ids_are_the_references(index: int) -> None:
-    rig = ModelRig(num_blocks=64)
-    case = golden_cases()[index]
-    rig.add("r", case.prompt_ids)
-    rig.run()
-    assert tuple(rig.tokens("r")) == case.output_ids
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length : self.prompt_length + self.wanted]
 
 
-def test_alone_every_prompts_ids_are_the_references() -> None:
-    different = []
-    for index, case in enumerate(golden_cases()):
-        rig = ModelRig(num_blocks=64, proposer=GoldenProposer(), max_draft_count=15)
-        rig.add(str(index), case.prompt_ids)
-        rig.run()
-        if tuple(rig.tokens(str(index))) != case.output_ids:
-            different.append(index)
-    assert len(golden_cases()) == 20
-    assert not different, f"these prompts differ: {different}"
+def rows_of(prompts: list[list[int]], sampling: SamplingParams, wanted: int, shuffle: random.Random) -> list[Row]:
+    """Rows over scattered, disjoint blocks."""
+    blocks = list(range(1, 1000))
+    shuffle.shuffle(blocks)
+    rows = []
+    for index, prompt in enumerate(prompts):
+        need = -(-(len(prompt) + wanted + 1) // 16)
+        mine, blocks = tuple(blocks[:need]), blocks[need:]
+        rows.append(Row(RequestKey(f"r{index}", 0, 1), sampling, len(prompt), list(prompt), mine, wanted))
+    return rows
 
 
-def test_in_a_mixed_batch_with_random_arrivals_and_chunks_the_ids_are_the_references() -> None:
-    choice = random.Random(7)
-    rig = ModelRig(num_blocks=300, max_num_seqs=20, max_num_batched_tokens=64, max_prefill_chunk=17)
-    waiting = list(range(len(golden_cases())))
-    choice.shuffle(waiting)
-
-    def arrive(step: int) -> None:
-        # The budget of a step changes with what else is in it, so chunks get every size up to 17.
-        while waiting and (step == 0 or choice.random() < 0.4):
-            index = waiting.pop()
-            rig.add(str(index), golden_cases()[index].prompt_ids)
-            if step == 0:
-                break
-
-    while waiting or rig.engine.has_work():
-        arrive(int(rig.now * 100))
-        rig.step()
-    rig.engine.check_invariants()
-    different = [i for i, case in enumerate(golden_cases()) if tuple(rig.tokens(str(i))) != case.output_ids]
-    assert not different, f"these prompts differ: {different}"
-
-
-def test_the_factorys_float32_runner_says_what_transformers_says_now() -> None:
-    loaded = load_runner(RunnerOptions(dtype="float32", max_model_len=256, num_blocks=32, threads=1))
-    reference = _reference()
-    rig = ModelRig(num_blocks=32)
-    rig.runner = loaded.runner
-    rig.engine = Engine(loaded.runner, rig.settings)
-    for index in (1, 9):
-        prompt = golden_cases()[index].prompt_ids
-        rig.add(str(index), prompt, max_tokens=16)
-        rig.run()
-        with torch.inference_mode():
-            said = reference.generate(
-                torch.tensor([prompt]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None
-            )
-        assert rig.tokens(str(index)) == said[0, len(prompt) :].tolist()
+def drive(model: LoadedModel, rows: list[Row], chunk: random.Random | None) -> None:
+    """Run `rows` together to their end; with `chunk` each step takes a random share of each prompt."""
+    step = 0
+    while waiting := [row for row in rows if not row.done]:
+        new, scheduled = [], []
+        for row in waiting:
+            if chunk is not None and chunk.random() < 0.2:
+                continue
+            left = len(row.tokens) - row.computed
+            count = left if chunk is None else min(left, chunk.randint(1, 90))
+            if not row.announced:
+                row.announced = True
+                prompt = np.array(row.tokens, dtype=np.int32)
+                new.append(NewRequest(row.key, prompt, NONE, row.sampling))
+            piece = np.array(row.tokens[row.computed : row.computed + count], dtype=np.int32)
+            samples = row.computed + count == len(row.tokens)
+            scheduled.append((row, ScheduledRequest(row.key, row.computed, piece, row.blocks, samples)))
+        step += 1
+        made = model.runner.execute(SchedulerOutput(step, tuple(new), tuple(request for _, request in scheduled)))
+        for (row, request), result in zip(scheduled, made.rows, strict=True):
+            assert result.error is None
+            row.computed += len(request.token_ids)
+            row.tokens.extend(result.token_ids)
+    model.runner.execute(SchedulerOutput(step + 1, (), (), released=tuple(row.key for row in rows)))
+    model.runner.check_invariants()
 
 
-def _reference() -> LlamaForCausalLM:
-    """The same weights inside transformers' own model."""
-    checkpoint = load_gguf(model_path())
-    shape = checkpoint.config
-    config = LlamaConfig(
-        vocab_size=shape.embedding_rows,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.layer_count,
-        num_attention_heads=shape.head_count,
-        num_key_value_heads=shape.kv_head_count,
-        max_position_embeddings=shape.context_length,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope.theta},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.device("meta"):
-        empty = LlamaForCausalLM(config)
-    state = _state(decoder_tensors(shape, checkpoint.tensors))
-    model = empty.to_empty(device="cpu")
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    return model.eval()
+@pytest.fixture(scope="module")
+def exact() -> LoadedModel:
+    return load_runner(RunnerOptions(dtype="float32", num_blocks=1000, max_model_len=1024, threads=2))
 
 
-def _state(tensors: DecoderTensors) -> dict[str, torch.Tensor]:
-    state = {
-        "model.embed_tokens.weight": torch.from_numpy(tensors.embedding.float32()),
-        "model.norm.weight": torch.from_numpy(tensors.norm),
-    }
-    for index, layer in enumerate(tensors.layers):
-        start = f"model.layers.{index}."
-        state[start + "input_layernorm.weight"] = torch.from_numpy(layer.input_norm)
-        state[start + "post_attention_layernorm.weight"] = torch.from_numpy(layer.post_norm)
-        for name, stored in (
-            ("self_attn.q_proj", layer.query),
-            ("self_attn.k_proj", layer.key),
-            ("self_attn.v_proj", layer.value),
-            ("self_attn.o_proj", layer.output),
-            ("mlp.gate_proj", layer.gate),
-            ("mlp.up_proj", layer.up),
-            ("mlp.down_proj", layer.down),
-        ):
-            state[f"{start}{name}.weight"] = torch.from_numpy(stored.float32())
-    return state
+@pytest.fixture(scope="module")
+def quick() -> LoadedModel:
+    return load_runner(RunnerOptions(dtype="int8", num_blocks=1000, max_model_len=1024, threads=2))
+
+
+def test_greedy_ids_equal_the_reference_alone(exact: LoadedModel) -> None:
+    for prompt, expected in CASES[:4]:
+        (row,) = rows_of([prompt], GREEDY, len(expected), random.Random(1))
+
+        drive(exact, [row], None)
+
+        assert row.output == expected
+
+
+def test_greedy_ids_equal_the_reference_in_a_mixed_batch_of_random_chunks(exact: LoadedModel) -> None:
+    rows = rows_of([prompt for prompt, _ in CASES], GREEDY, GOLDEN["length"], random.Random(1))
+
+    drive(exact, rows, random.Random(1))
+
+    assert [row.output for row in rows] == [expected for _, expected in CASES]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_int8_answers_are_the_same_alone_and_in_any_batch(quick: LoadedModel, temperature: float) -> None:
+    sampling = dataclasses.replace(GREEDY, temperature=temperature, seed=7, top_p=0.95)
+    prompts = [prompt for prompt, _ in CASES]
+    alone = []
+    for prompt in prompts[:3]:
+        (row,) = rows_of([prompt], sampling, 24, random.Random(3))
+        drive(quick, [row], None)
+        alone.append(row.output)
+    together = rows_of(prompts, sampling, 24, random.Random(4))
+
+    drive(quick, together, random.Random(4))
+
+    assert [row.output for row in together[:3]] == alone
+
+
+def test_int8_keeps_most_of_the_reference_choices(quick: LoadedModel) -> None:
+    agree = total = 0
+    for prompt, expected in CASES[:6]:
+        tokens = np.array(prompt + expected, dtype=np.int32)
+        key = RequestKey("p", 0, 1)
+        sampling = dataclasses.replace(GREEDY, prompt_logprob_count=1)
+        request = ScheduledRequest(key, 0, tokens, tuple(range(60)), samples=True)
+        step = SchedulerOutput(1, (NewRequest(key, tokens, NONE, sampling),), (request,))
+        (row,) = quick.runner.execute(step).rows
+        quick.runner.execute(SchedulerOutput(2, (), (), released=(key,)))
+        best = [entry.top[0][0] for entry in row.prompt_logprobs[len(prompt) - 1 :]]
+        agree += sum(a == b for a, b in zip(best, expected, strict=True))
+        total += len(expected)
+
+    assert agree / total > 0.9

@@ -41,7 +41,8 @@ class RunnerOptions:
     """What the operator chose; the names are the field's own.
 
     `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "auto" is
-    float32, exact; "int8" keeps four- and eight-bit weights as stored and needs the compiled kernels. `threads` None takes what the process may use.
+    float32, exact; "int8" keeps four- and eight-bit weights as stored and needs the compiled kernels. `threads` None
+    takes what the process may use.
     `kernel_cache_dir` None keeps compiled kernels under the user's cache folder; without `compiled_kernels` torch
     computes everything.
     """
