@@ -1,0 +1,125 @@
+"""Restarts and a frozen worker under load, and clients that cut: no failed request, no duplicate, idle after."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+
+import httpx
+import pytest
+
+from tests.helpers.nemesis import Attempt, Nemesis, assert_idle, attempt, free_blocks, open_client
+from tests.helpers.stack import Stack
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
+
+VOCAB = 32_000
+STREAMS = 12
+CUTS = int(os.environ.get("FAULT_CUTS", "100"))
+
+
+async def load_until(stack: Stack, stop: asyncio.Event, max_tokens: int) -> list[Attempt]:
+    seen: list[Attempt] = []
+
+    async def one(client: httpx.AsyncClient) -> None:
+        while not stop.is_set():
+            seen.append(await attempt(client, max_tokens))
+
+    async with open_client(stack) as client:
+        await asyncio.gather(*(one(client) for _ in range(STREAMS)))
+    return seen
+
+
+async def restart(stack: Stack, nemesis: Nemesis, service: str, baseline: list[int]) -> None:
+    old = stack.signal(service, signal.SIGTERM)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        await asyncio.sleep(0.3)
+        if nemesis.pid(service) not in (None, old) and len(await free_blocks(stack)) == len(baseline):
+            return
+    raise AssertionError(f"{service} did not come back")
+
+
+def assert_all_complete_and_billed(stack: Stack, seen: list[Attempt], max_tokens: int) -> None:
+    assert Counter(a.ending for a in seen) == {"completed": len(seen)}, [a for a in seen if a.ending != "completed"][:3]
+    assert all(a.seen.is_echo_prefix(VOCAB) and len(a.seen.token_ids) == max_tokens for a in seen)
+    rows = stack.wait_ledger(len(seen))
+    billed = {row["request_id"]: row["billed_completion_tokens"] for row in rows}
+    assert len(rows) == len(billed) == len(seen)
+    assert billed == {a.seen.request_id: max_tokens for a in seen}
+
+
+def test_a_rolling_restart_of_router_and_workers_fails_no_request(stack: Stack) -> None:
+    async def scenario() -> list[Attempt]:
+        baseline, stop = await free_blocks(stack), asyncio.Event()
+        load = asyncio.create_task(load_until(stack, stop, 60))
+        nemesis = Nemesis(stack, seed=0)
+        try:
+            for service in ("router", "worker-1", "worker-2"):
+                await restart(stack, nemesis, service, baseline)
+                await asyncio.sleep(1.0)
+        finally:
+            stop.set()
+            seen = await load
+        return seen
+
+    seen = asyncio.run(scenario())
+    print(f"streams over the restarts: {len(seen)}, {dict(Counter(a.ending for a in seen))}")
+
+    assert_all_complete_and_billed(stack, seen, 60)
+
+
+def test_a_worker_frozen_for_eight_seconds_duplicates_nothing_when_it_wakes(stack: Stack) -> None:
+    async def scenario() -> tuple[list[Attempt], list[int]]:
+        baseline, nemesis = await free_blocks(stack), Nemesis(stack, seed=0)
+        async with open_client(stack) as client:
+            streams = [asyncio.create_task(attempt(client, 250)) for _ in range(STREAMS)]
+            await asyncio.sleep(1.5)
+            await nemesis.strike("worker-1", "stop", 8.0)
+            return await asyncio.gather(*streams), baseline
+
+    seen, baseline = asyncio.run(scenario())
+
+    assert_all_complete_and_billed(stack, seen, 250)
+    asyncio.run(assert_idle(stack, baseline))
+
+
+async def cut_after(client: httpx.AsyncClient, tokens: int) -> tuple[str, int]:
+    body = {"model": "echo", "prompt": "cut me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    received = 0
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == httpx.codes.OK, await response.aread()
+        async for line in response.aiter_lines():
+            received += line.count('"text":"t')
+            if received >= tokens:
+                break
+        return response.headers["x-request-id"], received
+
+
+def test_clients_that_cut_anywhere_pay_for_what_they_saw_and_stop_the_work(stack: Stack) -> None:
+    seed = int(os.environ.get("NEMESIS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
+    print(f"NEMESIS_SEED={seed}")
+    points = random.Random(seed)
+
+    async def scenario() -> tuple[dict[str, int], list[int]]:
+        baseline, gate = await free_blocks(stack), asyncio.Semaphore(20)
+
+        async def one(client: httpx.AsyncClient, tokens: int) -> tuple[str, int]:
+            async with gate:
+                return await cut_after(client, tokens)
+
+        async with open_client(stack) as client:
+            return dict(await asyncio.gather(*(one(client, points.randint(1, 60)) for _ in range(CUTS)))), baseline
+
+    seen, baseline = asyncio.run(scenario())
+    rows = stack.wait_ledger(CUTS)
+    asyncio.run(assert_idle(stack, baseline, within_s=15))
+
+    billed = {row["request_id"]: row["billed_completion_tokens"] for row in rows}
+    assert len(rows) == len(billed) == len(seen) == CUTS
+    assert {row["terminal_state"] for row in rows} == {"cancelled"}
+    assert [(i, n, billed[i]) for i, n in seen.items() if not n <= billed[i] <= n + 100] == []

@@ -1,0 +1,181 @@
+"""Faults on a running local stack by a seeded schedule, clients that keep a record, and what must hold after."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+import httpx
+import redis
+from millrace.router.v1 import router_service_pb2, router_service_pb2_grpc
+
+from cli.stack_state import process_alive
+from services.common.grpc_client import open_channel
+from tests.helpers.stack import Stack
+from tests.helpers.transcripts import Transcript, stream_completion
+
+SERVICES = ("gateway", "router", "worker-1", "worker-2", "usage", "redis")
+ACK_WINDOW = 16
+# Leases of gateway and worker, and the time the reaper waits after Redis came back.
+SETTLING_S = 45.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: `kind` is `kill` or `stop`; `at` is a monotonic second."""
+
+    at: float
+    service: str
+    kind: str
+    paused_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of one client, with the monotonic seconds of its start and end."""
+
+    began: float
+    ended: float
+    seen: Transcript
+    max_tokens: int
+
+    @property
+    def ending(self) -> str:
+        """As `Transcript.ending`, and `cut` for a connection that closed without `[DONE]` after it was accepted."""
+        if self.seen.status == httpx.codes.OK and self.seen.broken is not None and not self.seen.done:
+            return "cut"
+        return self.seen.ending
+
+
+class Nemesis:
+    """Kills or pauses one random service after the other; the same seed gives the same schedule."""
+
+    def __init__(self, stack: Stack, seed: int, services: Sequence[str] = SERVICES) -> None:
+        self.faults: list[Fault] = []
+        self._stack, self._services, self._random = stack, services, random.Random(seed)
+
+    async def run(self, for_s: float, every_s: float = 2.0) -> None:
+        """Blocks for `for_s`; every paused process runs again when this returns."""
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            service, kind = self._random.choice(self._services), self._random.choice(("kill", "stop"))
+            pause = self._random.uniform(1.0, 3.0)
+            await self.strike(service, kind, pause)
+            await asyncio.sleep(every_s * self._random.uniform(0.5, 1.5))
+
+    async def strike(self, service: str, kind: str, pause_s: float = 0.0) -> bool:
+        """Inject one fault now; False when the service is down already."""
+        pid = self.pid(service)
+        if pid is None:
+            return False
+        self.faults.append(Fault(time.monotonic(), service, kind, pause_s if kind == "stop" else 0.0))
+        if kind == "kill":
+            os.kill(pid, signal.SIGKILL)
+            return True
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        return True
+
+    def pid(self, service: str) -> int | None:
+        """Process id of a service of this very stack, or None while it is down."""
+        pid = self._stack.state.processes[service]
+        try:
+            about = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return None
+        ours = os.fsencode(self._stack.home) in about or os.fsencode(redis_socket(self._stack)) in about
+        return pid if process_alive(pid) and ours else None
+
+    def killed(self, prefix: str, since: float, until: float) -> bool:
+        """Whether a service whose name starts so was killed in this span."""
+        return any(f.kind == "kill" and f.service.startswith(prefix) and since <= f.at <= until for f in self.faults)
+
+    def report(self) -> str:
+        """The faults, counted."""
+        counts = Counter(f"{f.service} {f.kind}" for f in self.faults)
+        return ", ".join(f"{name} x{count}" for name, count in sorted(counts.items()))
+
+
+async def attempt(client: httpx.AsyncClient, max_tokens: int) -> Attempt:
+    """One streaming echo request."""
+    began = time.monotonic()
+    body: dict[str, object] = {"model": "echo", "prompt": "one two three", "max_tokens": max_tokens, "ignore_eos": True}
+    seen = await stream_completion(client, body)
+    return Attempt(began, time.monotonic(), seen, max_tokens)
+
+
+async def attempt_until_accepted(client: httpx.AsyncClient, max_tokens: int, give_up_s: float) -> list[Attempt]:
+    """Try again while refused; the last one is the accepted one unless `give_up_s` passed."""
+    end = time.monotonic() + give_up_s
+    tries = [await attempt(client, max_tokens)]
+    while tries[-1].ending == "refused" and time.monotonic() < end:
+        await asyncio.sleep(0.3)
+        tries.append(await attempt(client, max_tokens))
+    return tries
+
+
+def open_client(stack: Stack, timeout_s: float = 60.0) -> httpx.AsyncClient:
+    """A client of the stack's HTTP door that never reuses a connection, so that a restart breaks no idle one."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=timeout_s, limits=limits)
+
+
+async def free_blocks(stack: Stack) -> list[int]:
+    """Free cache blocks of each healthy worker by the router's view, sorted; empty while the router is down."""
+    async with open_channel(stack.state.router_address) as channel:
+        stub = router_service_pb2_grpc.RouterServiceStub(channel)
+        try:
+            answer = await stub.GetStatus(router_service_pb2.GetStatusRequest(), timeout=2)
+        except grpc.aio.AioRpcError:
+            return []
+    return sorted(e.free_block_count for e in answer.endpoints if e.healthy and not e.draining)
+
+
+def held_in_redis(stack: Stack) -> dict[str, int]:
+    """Keys of requests, reservations, leases and queues that still hold something, with how much."""
+    counters = {"zset": "zcard", "hash": "hlen", "stream": "xlen", "set": "scard", "list": "llen"}
+    held: dict[str, int] = {}
+    with redis.Redis(unix_socket_path=redis_socket(stack)) as client:
+        for key in client.scan_iter("mr:*"):
+            name = key.decode()
+            last = name.partition("}:")[2]
+            if last in ("live", "lease", "unsettled", "res") or last.startswith("w:"):
+                kind = client.type(key).decode()
+                if kind in counters and (count := int(getattr(client, counters[kind])(key))):
+                    held[name] = count
+    return held
+
+
+def redis_socket(stack: Stack) -> str:
+    """Path of the stack's Redis, which lies beside the router's socket."""
+    return str(Path(stack.state.router_address.removeprefix("unix:")).with_name("redis.sock"))
+
+
+async def assert_idle(stack: Stack, baseline: list[int], within_s: float = SETTLING_S) -> None:
+    """Fresh requests work, nothing is held in Redis, and every block is free again."""
+    end = time.monotonic() + within_s
+    state: tuple[str, dict[str, int], list[int]] = ("", {}, [])
+    while time.monotonic() < end:
+        async with open_client(stack, 20) as client:
+            fresh = await attempt(client, 3)
+        await asyncio.sleep(1.5)
+        try:
+            state = (fresh.ending, held_in_redis(stack), await free_blocks(stack))
+        except (redis.ConnectionError, OSError):
+            continue
+        if state == ("completed", {}, baseline):
+            return
+    raise AssertionError(f"not idle after {within_s:g} s: (request, held, free blocks) {state}, at first {baseline}")
