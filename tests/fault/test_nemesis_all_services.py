@@ -19,7 +19,7 @@ from tests.helpers.nemesis import (
     Nemesis,
     assert_idle,
     attempt_until_accepted,
-    free_blocks,
+    baseline_blocks,
     open_client,
 )
 from tests.helpers.stack import Stack, millrace
@@ -91,7 +91,7 @@ def test_random_kills_and_pauses_lose_no_request_and_bill_each_once(stack: Stack
     nemesis = Nemesis(stack, SEED)
 
     async def scenario() -> tuple[list[Attempt], list[int]]:
-        baseline = await free_blocks(stack)
+        baseline = await baseline_blocks(stack)
         load = asyncio.create_task(run_load(stack, SEED))
         await nemesis.run(FAULTS_FOR_S)
         return await load, baseline

@@ -12,7 +12,7 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.helpers.nemesis import Attempt, Nemesis, assert_idle, attempt, free_blocks, open_client
+from tests.helpers.nemesis import Attempt, Nemesis, assert_idle, attempt, baseline_blocks, free_blocks, open_client
 from tests.helpers.stack import Stack
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
@@ -55,7 +55,7 @@ def assert_all_complete_and_billed(stack: Stack, seen: list[Attempt], max_tokens
 
 def test_a_rolling_restart_of_router_and_workers_fails_no_request(stack: Stack) -> None:
     async def scenario() -> list[Attempt]:
-        baseline, stop = await free_blocks(stack), asyncio.Event()
+        baseline, stop = await baseline_blocks(stack), asyncio.Event()
         load = asyncio.create_task(load_until(stack, stop, 60))
         nemesis = Nemesis(stack, seed=0)
         try:
@@ -75,7 +75,7 @@ def test_a_rolling_restart_of_router_and_workers_fails_no_request(stack: Stack) 
 
 def test_a_worker_frozen_for_eight_seconds_duplicates_nothing_when_it_wakes(stack: Stack) -> None:
     async def scenario() -> tuple[list[Attempt], list[int]]:
-        baseline, nemesis = await free_blocks(stack), Nemesis(stack, seed=0)
+        baseline, nemesis = await baseline_blocks(stack), Nemesis(stack, seed=0)
         async with open_client(stack) as client:
             streams = [asyncio.create_task(attempt(client, 250)) for _ in range(STREAMS)]
             await asyncio.sleep(1.5)
@@ -106,7 +106,7 @@ def test_clients_that_cut_anywhere_pay_for_what_they_saw_and_stop_the_work(stack
     points = random.Random(seed)
 
     async def scenario() -> tuple[dict[str, int], list[int]]:
-        baseline, gate = await free_blocks(stack), asyncio.Semaphore(20)
+        baseline, gate = await baseline_blocks(stack), asyncio.Semaphore(20)
 
         async def one(client: httpx.AsyncClient, tokens: int) -> tuple[str, int]:
             async with gate:

@@ -144,6 +144,16 @@ async def free_blocks(stack: Stack) -> list[int]:
     return sorted(e.free_block_count for e in answer.endpoints if e.healthy and not e.draining)
 
 
+async def baseline_blocks(stack: Stack, workers: int = 2, within_s: float = 30.0) -> list[int]:
+    """Free blocks of a stack without load, once the router has heard from every worker."""
+    end = time.monotonic() + within_s
+    while len(blocks := await free_blocks(stack)) != workers:
+        if time.monotonic() > end:
+            raise AssertionError(f"the router knows {len(blocks)} of {workers} workers")
+        await asyncio.sleep(0.1)
+    return blocks
+
+
 def held_in_redis(stack: Stack) -> dict[str, int]:
     """Keys of requests, reservations, leases and queues that still hold something, with how much."""
     counters = {"zset": "zcard", "hash": "hlen", "stream": "xlen", "set": "scard", "list": "llen"}
