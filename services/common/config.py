@@ -84,6 +84,14 @@ def parse_positive(text: str) -> int:
     return value
 
 
+def parse_seconds(text: str) -> float:
+    """A number of seconds, at least 0 and below a day."""
+    value = float(text)
+    if not 0.0 <= value < 86_400.0:
+        raise ValueError("expected a number of seconds, at least 0")
+    return value
+
+
 def parse_address(text: str) -> str:
     """`host:port` or `unix:/path`; the text is returned unchanged."""
     if text.startswith("unix:") and len(text) > len("unix:"):

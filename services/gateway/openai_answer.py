@@ -96,6 +96,7 @@ class ChatShape:
 
     def __init__(self, facts: AnswerFacts) -> None:
         self._facts = facts
+        self._chunk_head = self._head("chat.completion.chunk")
 
     def opening(self, choice: int) -> list[Json]:
         chunk = self._chunk(choice, {"role": "assistant", "content": ""})
@@ -112,7 +113,7 @@ class ChatShape:
         return made
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage.as_json()}
+        return self._chunk_head | {"choices": [], "usage": usage.as_json()}
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices: list[JsonValue] = []
@@ -131,8 +132,9 @@ class ChatShape:
         return head | {"choices": choices, "usage": usage.as_json(), "millrace": own}
 
     def _chunk(self, choice: int, delta: Json, logprobs: JsonValue = None, finish: str | None = None) -> Json:
-        head = self._head("chat.completion.chunk")
-        return head | {"choices": [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]}
+        return self._chunk_head | {
+            "choices": [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]
+        }
 
     def _head(self, kind: str) -> Json:
         facts = self._facts
@@ -164,6 +166,13 @@ class CompletionShape:
         self._facts = facts
         request = facts.request
         self._echoed = request.model.tokenizer.decode(request.prompt_token_ids) if request.echo else ""
+        self._head: Json = {
+            "id": f"cmpl-{facts.request_id}",
+            "object": "text_completion",
+            "created": facts.created,
+            "model": facts.model,
+            "system_fingerprint": facts.fingerprint,
+        }
 
     def opening(self, choice: int) -> list[Json]:
         if not self._facts.request.echo:
@@ -180,7 +189,7 @@ class CompletionShape:
         return [chunk | _budget(self._facts, delta)]
 
     def usage_chunk(self, usage: Usage) -> Json:
-        return self._head() | {"choices": [], "usage": usage.as_json()}
+        return self._head | {"choices": [], "usage": usage.as_json()}
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices: list[JsonValue] = []
@@ -190,21 +199,11 @@ class CompletionShape:
             text = self._echoed + "".join(d.text for d in parts)
             choices.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": _finish_of(parts)})
         own = self._facts.millrace(_stop_reason(deltas[0]))
-        return self._head() | {"choices": choices, "usage": usage.as_json(), "millrace": own}
+        return self._head | {"choices": choices, "usage": usage.as_json(), "millrace": own}
 
     def _chunk(self, choice: int, text: str, logprobs: JsonValue, finish: str | None = None) -> Json:
         body: Json = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return self._head() | {"choices": [body]}
-
-    def _head(self) -> Json:
-        facts = self._facts
-        return {
-            "id": f"cmpl-{facts.request_id}",
-            "object": "text_completion",
-            "created": facts.created,
-            "model": facts.model,
-            "system_fingerprint": facts.fingerprint,
-        }
+        return self._head | {"choices": [body]}
 
     def _logprobs(self, prompt: Sequence[common_pb2.PositionLogprobs], tokens: Sequence[TextToken]) -> JsonValue:
         """One entry a token, offsets into the text; of an echoed prompt too, whose first has no value."""

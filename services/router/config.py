@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.common.config import parse_address, setting
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value < 86_400.0:
-        raise ValueError("expected a number of at least 0")
-    return value
+from services.common.config import parse_address, parse_seconds, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,6 +14,6 @@ class RouterConfig:
     redis_url: str = setting("redis://127.0.0.1:6379/0", secret=True, help="Redis of queues and registry")
     grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
-    drain_grace_s: float = setting(5.0, parse=_seconds, help="seconds that submits under way get at the end")
+    drain_grace_s: float = setting(5.0, parse=parse_seconds, help="seconds that submits under way get at the end")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from services.common.config import parse_address, parse_positive, setting
+from services.common.config import parse_address, parse_positive, parse_seconds, setting
 from services.usage.accounts import check_secret
 from services.usage.store import parse_database_url
 
@@ -27,5 +27,6 @@ class UsageConfig:
     bootstrap_key: str = setting(
         "", parse=check_secret, secret=True, help="API key of the tenant demo, created at start; empty for none"
     )
+    drain_grace_s: float = setting(5.0, parse=parse_seconds, help="seconds that running calls get at the end")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

@@ -2,64 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import dataclasses
 import sys
 
-from services.common import lifecycle
-from services.common.config import ConfigError, describe, env_name, load
-from services.common.telemetry import setup_telemetry
+from services.common import entry_point
 from services.worker.config import WorkerConfig
 from services.worker.model_source import load_model
-from services.worker.wiring import build
+from services.worker.wiring import WorkerApp, build
 
 
-async def serve(config: WorkerConfig, stop: asyncio.Event) -> None:
-    """Run a worker until `stop` is set, then drain it. Raises StartupError."""
-    instance = lifecycle.new_instance_id("worker")
-    telemetry = setup_telemetry(
-        "worker", instance=instance, log_level=config.log_level, otlp_endpoint=config.otlp_endpoint or None
-    )
-    try:
-        model = await asyncio.to_thread(load_model, config)
-        sys.stdout.write(f"{model.budget_text.rstrip()}\n")
-        sys.stdout.flush()
-        if stop.is_set():
-            return
-        app = build(config, model=model, instance=instance)
-        await app.start()
-        try:
-            await stop.wait()
-            await app.drain(config.drain_grace_s)
-        finally:
-            await app.stop()
-    finally:
-        telemetry.shutdown()
-
-
-def main() -> int:
-    """Exit code of the process: 0 after a drain, 2 for a mistake of the operator."""
-    settings = "\n".join(f"  {env_name(f.name):26} {f.metadata['help']}" for f in dataclasses.fields(WorkerConfig))
-    parser = argparse.ArgumentParser(
-        prog="python -m services.worker",
-        description="A Millrace worker: one model, one engine.",
-        epilog=f"settings, from the environment:\n{settings}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--print-config", action="store_true", help="show the effective settings and exit")
-    arguments = parser.parse_args()
-    try:
-        config = load(WorkerConfig)
-    except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    if arguments.print_config:
-        for name, value in describe(config).items():
-            sys.stdout.write(f"{name}={value}\n")
-        return 0
-    return lifecycle.run(lambda stop: serve(config, stop))
+async def _build(config: WorkerConfig, instance: str) -> WorkerApp:
+    """Loads the model first, off the event loop, so that a signal is heard meanwhile; prints the memory budget."""
+    model = await asyncio.to_thread(load_model, config)
+    sys.stdout.write(f"{model.budget_text.rstrip()}\n")
+    sys.stdout.flush()
+    return build(config, model=model, instance=instance)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(entry_point.main("worker", "A Millrace worker: one model, one engine.", WorkerConfig, _build))

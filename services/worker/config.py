@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from services.common.config import parse_address, parse_positive, setting
+from services.common.config import parse_address, parse_positive, parse_seconds, setting
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class WorkerConfig:
         EngineSettings(), parse=parse_engine, help="engine knobs, e.g. max_num_seqs=32,max_model_len=4096,dtype=float32"
     )
     echo_step_ms: float = setting(1.0, parse=_not_negative, help="time one step of the echo model takes")
-    drain_grace_s: float = setting(30.0, parse=_not_negative, help="seconds that running streams get at the end")
+    drain_grace_s: float = setting(30.0, parse=parse_seconds, help="seconds that running streams get at the end")
     data_dir: str = setting("", help="folder for compiled kernels; empty means the user's cache folder")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from services.worker.engine.outputs import NewRequest, ScheduledRequest, SchedulerOutput
-from services.worker.engine.request import RequestKey, SamplingParams
+from services.worker.engine.request import Grammar, GrammarKind, RequestKey, SamplingParams
 from services.worker.runtime.factory import LoadedModel, RunnerOptions, load_runner
 
 pytestmark = pytest.mark.model
@@ -92,8 +92,9 @@ def quick() -> LoadedModel:
     return load_runner(RunnerOptions(dtype="int8", num_blocks=1000, max_model_len=1024, threads=2))
 
 
+@pytest.mark.timeout(400)
 def test_greedy_ids_equal_the_reference_alone(exact: LoadedModel) -> None:
-    for prompt, expected in CASES[:4]:
+    for prompt, expected in CASES:
         (row,) = rows_of([prompt], GREEDY, len(expected), random.Random(1))
 
         drive(exact, [row], None)
@@ -107,6 +108,24 @@ def test_greedy_ids_equal_the_reference_in_a_mixed_batch_of_random_chunks(exact:
     drive(exact, rows, random.Random(1))
 
     assert [row.output for row in rows] == [expected for _, expected in CASES]
+
+
+def test_a_grammar_fails_its_row_alone_where_there_is_no_structured_output(exact: LoadedModel) -> None:
+    guided = dataclasses.replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, "a+"))
+    (row,) = rows_of([CASES[0][0]], GREEDY, 1, random.Random(1))
+    tokens = np.array(row.tokens, dtype=np.int32)
+    keys = (RequestKey("free", 0, 1), RequestKey("guided", 0, 1))
+    tables = (row.blocks, tuple(range(len(row.blocks))))
+    new = tuple(NewRequest(k, tokens, NONE, s) for k, s in zip(keys, (GREEDY, guided), strict=True))
+    scheduled = tuple(ScheduledRequest(k, 0, tokens, t, True) for k, t in zip(keys, tables, strict=True))
+
+    free, refused = exact.runner.execute(SchedulerOutput(1, new, scheduled)).rows
+    exact.runner.execute(SchedulerOutput(2, (), (), released=keys))
+
+    assert free.error is None
+    assert list(free.token_ids) == CASES[0][1][:1]
+    assert refused.error is not None
+    assert refused.token_ids == ()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
