@@ -8,7 +8,7 @@ GRPC_PORT ?= 8001
 WORKERS ?= 1
 MODEL ?= smollm2-135m
 
-.PHONY: help setup run up down test test-fault test-docker test-peers check protos docs bench format clean
+.PHONY: help setup run up down test test-fault test-docker check protos docs bench format clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
