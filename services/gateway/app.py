@@ -19,11 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.clock import Clock
 from services.common.errors import InvalidRequest, MillraceError, NotFound
 from services.common.metrics import Metrics
+from services.gateway.api_types import CancelAnswer, DetokenizeRequest, TokenizeRequest
 from services.gateway.generation import Generator, KeyRing, ModelDirectory
-from services.gateway.handlers import ModelEndpoints, chat_endpoint, completion_endpoint
+from services.gateway.handlers import chat_endpoint, completion_endpoint
 from services.gateway.http_errors import as_millrace, error_body, error_headers
+from services.gateway.json_endpoint import JsonEndpoint, json_response
 from services.gateway.limits import Limits
+from services.gateway.model_endpoints import ModelEndpoints
 from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.tokenize_endpoints import TokenizeEndpoints
 from services.gateway.validation import Validator
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
@@ -101,7 +105,9 @@ def create_app(
 ) -> ASGIApp:
     """The ASGI application; `renderer` is started and closed by the caller."""
     validator = Validator(directory, renderer)
+    limits = validator.limits
     models = ModelEndpoints(directory, int(clock.wall()))
+    text = TokenizeEndpoints(validator)
 
     async def healthz(_request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -115,6 +121,12 @@ def create_app(
         if not _is_local(request.scope):
             return await missing(request, NotFound(""))
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def cancel(request: Request) -> Response:
+        # Answers name the request `chatcmpl-<id>` or `cmpl-<id>`.
+        request_id = request.path_params["id"].rpartition("-")[2]
+        cancelled = await generator.cancel(request.state.key, request_id)
+        return json_response(CancelAnswer(id=request_id, cancelled=cancelled))
 
     async def missing(request: Request, _error: Exception) -> Response:
         return _error_response(NotFound(f"There is nothing at {request.method} {request.url.path[:256]}."))
@@ -130,9 +142,12 @@ def create_app(
         Route("/v1/models/{model:path}", models.get, methods=["GET"]),
         Route("/v1/chat/completions", chat_endpoint(generator, validator, clock), methods=["POST"]),
         Route("/v1/completions", completion_endpoint(generator, validator, clock), methods=["POST"]),
+        Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
+        Route("/tokenize", JsonEndpoint(TokenizeRequest, text.tokenize, limits), methods=["POST"]),
+        Route("/detokenize", JsonEndpoint(DetokenizeRequest, text.detokenize, limits), methods=["POST"]),
     ]
     handlers = {404: missing, 405: missing, MillraceError: failed, Exception: failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), keyring, validator.limits)
+    return Edge(Starlette(routes=routes, exception_handlers=handlers), keyring, limits)
 
 
 def _is_local(scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""The HTTP endpoints: parse, validate, start, answer. Thin; the work is in the modules it calls."""
+"""The generation endpoints: parse, validate, start, answer. Thin; the work is in the modules it calls."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
 from services.common.clock import Clock
-from services.common.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
+from services.common.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Unsupported
 from services.gateway.answering import Answering, until_disconnect
-from services.gateway.generation import Generator, ModelDirectory, ServedModel
+from services.gateway.generation import Generator
 from services.gateway.json_body import decode_body
+from services.gateway.limits import Limits
 from services.gateway.openai_answer import AnswerFacts, ChatShape, CompletionShape, Shape
 from services.gateway.openai_draft import chat_draft, completion_draft
 from services.gateway.openai_types import ChatRequest, CompletionRequest, GenerationBody
@@ -49,7 +48,7 @@ class GenerationEndpoint:
         """Answer one request; raises MillraceError before anything was sent."""
         request = Request(scope, receive)
         try:
-            raw = await read_body(request, self._validator)
+            raw = await read_body(request, self._validator.limits)
         except ClientDisconnect:
             return
         body = decode_body(raw, self._body_type, self._validator.limits)
@@ -84,9 +83,8 @@ def completion_endpoint(generator: Generator, validator: Validator, clock: Clock
     return GenerationEndpoint(CompletionRequest, completion_draft, CompletionShape, generator, validator, clock)
 
 
-async def read_body(request: Request, validator: Validator) -> bytes:
+async def read_body(request: Request, limits: Limits) -> bytes:
     """The whole body, bounded in size and time. Raises PayloadTooLarge, InvalidRequest, Unsupported."""
-    limits = validator.limits
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise Unsupported("Compressed bodies are not accepted.", param="content-encoding")
     declared = request.headers.get("content-length", "0")
@@ -105,52 +103,3 @@ async def read_body(request: Request, validator: Validator) -> bytes:
     except TimeoutError:
         raise DeadlineExceeded(f"The body did not arrive within {limits.body_timeout_s:g} s.") from None
     return bytes(body)
-
-
-class ModelEndpoints:
-    """`GET /v1/models` and `/v1/models/{id}`: what the key may use."""
-
-    def __init__(self, directory: ModelDirectory, started_at: int) -> None:
-        self._directory = directory
-        self._started_at = started_at
-
-    async def list(self, request: Request) -> Response:
-        """Each served version once; the default version of a model under its plain name too."""
-        data = [self._model(name, model) for name, model in self._named(request.state.key).items()]
-        return _json({"object": "list", "data": data})
-
-    async def get(self, request: Request) -> Response:
-        """One model. Raises ModelNotFound."""
-        name = request.path_params["model"]
-        model = self._named(request.state.key).get(name)
-        if model is None:
-            raise ModelNotFound(f"There is no model `{name[:256]}`.", param="model")
-        return _json(self._model(name, model))
-
-    def _named(self, key: KeyRecord) -> dict[str, ServedModel]:
-        named: dict[str, ServedModel] = {}
-        for model in self._directory.models():
-            ref = model.card.model
-            if not key.models or ref.model in key.models or f"{ref.model}@{ref.version}" in key.models:
-                named.setdefault(ref.model, model)
-                named[f"{ref.model}@{ref.version}"] = model
-        return named
-
-    def _model(self, name: str, model: ServedModel) -> dict[str, object]:
-        card = model.card
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started_at,
-            "owned_by": card.owner or "millrace",
-            "max_model_len": card.max_model_len,
-            "millrace": {
-                "version": card.model.version,
-                "manifest_digest": card.model.manifest_digest.hex(),
-                "deterministic": card.deterministic,
-            },
-        }
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

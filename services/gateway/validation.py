@@ -17,7 +17,7 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelN
 from services.gateway.chat_template import guarded_variables
 from services.gateway.generation import ModelDirectory, ServedModel, ValidRequest
 from services.gateway.limits import Features, Limits
-from services.gateway.request_draft import ChatPrompt, RequestDraft, SamplingDraft, TextPrompt
+from services.gateway.request_draft import ChatPrompt, Prompt, RequestDraft, SamplingDraft, TextPrompt
 from services.gateway.template_renderer import TemplateRenderer
 
 _INT64 = 1 << 63
@@ -42,9 +42,7 @@ class Validator:
     async def validate(self, key: KeyRecord, draft: RequestDraft) -> ValidRequest:
         """Raises InvalidRequest, ContextLengthExceeded, Unsupported, ModelNotFound, NoWorker."""
         limits = self.limits
-        if len(draft.model.encode()) > limits.model_name_bytes:
-            raise ModelNotFound("There is no such model.", param="model")
-        model = self._resolve(key, draft.model)
+        model = self.resolve(key, draft.model)
         _check_labels(draft, limits)
         _check_sampling(draft.sampling, limits, model.card.vocab_size)
         if draft.sampling.grammar is not None and not self._features.structured_output:
@@ -53,7 +51,7 @@ class Validator:
         timeout_s = limits.default_timeout_s if draft.timeout_s is None else draft.timeout_s
         if not 0 < timeout_s <= limits.timeout_s:
             raise InvalidRequest(f"`timeout_s` must be above 0 and at most {limits.timeout_s:g}.", param="timeout_s")
-        prompt = await self._tokenise(model, draft)
+        prompt = await self.tokenise(model, draft.prompt)
         max_tokens = self._check_fit(model, draft, len(prompt))
         bad_words = [model.tokenizer.encode(word) for word in draft.sampling.bad_words]
         return ValidRequest(
@@ -69,27 +67,31 @@ class Validator:
             echo=draft.echo,
         )
 
-    def _resolve(self, key: KeyRecord, name: str) -> ServedModel:
+    def resolve(self, key: KeyRecord, name: str) -> ServedModel:
+        """The model that the key may use. Raises ModelNotFound, NoWorker."""
+        if len(name.encode()) > self.limits.model_name_bytes:
+            raise ModelNotFound("There is no such model.", param="model")
         model = self._directory.resolve(name)
         ref = model.card.model
         if key.models and ref.model not in key.models and f"{ref.model}@{ref.version}" not in key.models:
             raise ModelNotFound(f"There is no model `{name}`.", param="model")
         return model
 
-    async def _tokenise(self, model: ServedModel, draft: RequestDraft) -> array[int]:
-        card, prompt = model.card, draft.prompt
+    async def tokenise(self, model: ServedModel, prompt: Prompt, *, add_bos: bool = True) -> array[int]:
+        """Ids of a prompt, with the model's BOS. Raises InvalidRequest, ContextLengthExceeded, Unsupported."""
+        card = model.card
         most_bytes = card.max_model_len * max(1, card.longest_token_byte_count)
         if isinstance(prompt, ChatPrompt):
             ids = await self._encode_chat(model, prompt, most_bytes)
         elif isinstance(prompt, TextPrompt):
             ids = await self._encode_text(model, prompt.text, most_bytes)
         else:
-            _check_ids("prompt", prompt.token_ids, card.vocab_size)
+            check_ids("prompt", prompt.token_ids, card.vocab_size)
             ids = array("I", prompt.token_ids)
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         if not ids:
             raise InvalidRequest(f"`{field}` is empty.", param=field)
-        if card.add_bos and card.HasField("bos_token_id") and ids[0] != card.bos_token_id:
+        if add_bos and card.add_bos and card.HasField("bos_token_id") and ids[0] != card.bos_token_id:
             ids.insert(0, card.bos_token_id)
         return ids
 
@@ -155,7 +157,8 @@ def _check_bytes(field: str, size: int, most: int, context: int) -> None:
         )
 
 
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id outside the vocabulary."""
     if any(not 0 <= i < vocab_size for i in ids):
         raise InvalidRequest(f"`{field}` has a token id outside 0 … {vocab_size - 1}.", param=field)
 
@@ -196,10 +199,10 @@ def _check_sampling(sent: SamplingDraft, limits: Limits, vocab_size: int) -> Non
         raise InvalidRequest(f"A `stop` string takes at most {limits.stop_string_bytes} bytes.", param="stop")
     if len(sent.stop_token_ids) > limits.stop_token_ids:
         raise InvalidRequest(f"`stop_token_ids` takes at most {limits.stop_token_ids} ids.", param="stop_token_ids")
-    _check_ids("stop_token_ids", sent.stop_token_ids, vocab_size)
+    check_ids("stop_token_ids", sent.stop_token_ids, vocab_size)
     if len(sent.logit_bias) > limits.logit_bias_entries:
         raise InvalidRequest(f"`logit_bias` takes at most {limits.logit_bias_entries} entries.", param="logit_bias")
-    _check_ids("logit_bias", [token_id for token_id, _ in sent.logit_bias], vocab_size)
+    check_ids("logit_bias", [token_id for token_id, _ in sent.logit_bias], vocab_size)
     if any(not abs(bias) <= limits.logit_bias_value for _, bias in sent.logit_bias):
         raise InvalidRequest("`logit_bias` values must be between -100 and 100.", param="logit_bias")
     if len(sent.bad_words) > limits.bad_words:
