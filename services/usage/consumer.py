@@ -45,6 +45,8 @@ REREAD_EVERY_S = 30.0
 class _Batch:
     entries: list[LedgerEntry]
     letters: list[DeadLetter]
+    # What outboxes may forget once the batch is durable, by stream.
+    request_ids: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 class Consumer:
@@ -103,21 +105,22 @@ class Consumer:
         self._pools = {pool_key(pool, "usage"): pool for pool in await self._admission.list_pools()}
 
     async def _persist(self, found: Sequence[StreamEntry]) -> None:
+        batch = _parse(found)
         crash_point("usage.before_insert")
         try:
-            await self._commit(_parse(found))
+            await self._commit(batch)
         except (DataError, IntegrityError):
             # One event that the database refuses must not hold up the rest: each goes alone.
             for entry in found:
                 await self._commit_alone(entry)
         crash_point("usage.after_commit")
         crash_point("usage.before_ack")
-        by_stream: dict[str, list[StreamEntry]] = {}
+        by_stream: dict[str, list[str]] = {}
         for entry in found:
-            by_stream.setdefault(entry.stream, []).append(entry)
-        for stream, entries in by_stream.items():
-            await self._publish(self._pools[stream], entries)
-            await self._stream.ack(stream, GROUP, [e.entry_id for e in entries])
+            by_stream.setdefault(entry.stream, []).append(entry.entry_id)
+        for stream, entry_ids in by_stream.items():
+            await self._publish(self._pools[stream], batch.request_ids.get(stream, []))
+            await self._stream.ack(stream, GROUP, entry_ids)
         crash_point("usage.after_ack")
 
     async def _commit(self, batch: _Batch) -> None:
@@ -132,16 +135,14 @@ class Consumer:
             letter = DeadLetter(entry.stream, entry.entry_id, reason, entry.fields.get("e", b""))
             await self._commit(_Batch([], [letter]))
 
-    async def _publish(self, pool: Pool, entries: Sequence[StreamEntry]) -> None:
+    async def _publish(self, pool: Pool, request_ids: Sequence[str]) -> None:
         """Name what is durable, so that outboxes may forget it; names older than an hour go."""
         now_ms = int(self._clock.wall() * 1000)
-        ids = [request_id_of(e.fields.get("e", b"")) for e in entries]
-        scores = {i: float(now_ms) for i in ids if i is not None}
-        if scores:
+        if request_ids:
             key = pool_key(pool, "committed")
             with store_errors():
                 async with self._redis.pipeline(transaction=False) as pipe:
-                    pipe.zadd(key, scores)
+                    pipe.zadd(key, dict.fromkeys(request_ids, now_ms))
                     pipe.zremrangebyscore(key, "-inf", now_ms - COMMITTED_KEPT_MS)
                     await pipe.execute()
 
@@ -156,6 +157,8 @@ class Consumer:
         for letter in batch.letters:
             structlog.get_logger().error("usage_dead_letter", entry_id=letter.entry_id, reason=letter.reason)
         for entry in fresh:
+            if not _is_sampled(entry.traceparent):
+                continue
             with tracer().start_as_current_span("usage.insert", context=context_from(entry.traceparent)) as span:
                 span.set_attribute("millrace.request_id", entry.request_id)
                 span.set_attribute("millrace.tenant", entry.tenant)
@@ -163,14 +166,25 @@ class Consumer:
                 span.set_attribute("gen_ai.usage.output_tokens", entry.billed.completion)
 
 
+def _is_sampled(traceparent: str) -> bool:
+    """The last bit of the flags; a request that is not traced gets no span here either."""
+    return traceparent[-1:] in frozenset("13579bdf")
+
+
 def _parse(found: Sequence[StreamEntry]) -> _Batch:
     batch = _Batch([], [])
     for entry in found:
         raw = entry.fields.get("e", b"")
         try:
-            batch.entries.append(parse_event(raw, published_ms=int(entry.entry_id.partition("-")[0])))
+            parsed = parse_event(raw, published_ms=int(entry.entry_id.partition("-")[0]))
         except PoisonEvent as poison:
             batch.letters.append(DeadLetter(entry.stream, entry.entry_id, str(poison), raw))
+            request_id = request_id_of(raw)
+        else:
+            batch.entries.append(parsed)
+            request_id = parsed.request_id
+        if request_id is not None:
+            batch.request_ids.setdefault(entry.stream, []).append(request_id)
     return batch
 
 

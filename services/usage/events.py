@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 
 from google.protobuf import message as protobuf_message
 from google.protobuf import timestamp_pb2
@@ -16,6 +16,10 @@ from millrace.usage.v1 import usage_event_pb2
 
 MAX_EVENT_BYTES = 262_144
 MAX_ID_CHARS = 256
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+# Of the years 1 to 9999.
+FIRST_SECOND = -62_135_596_800
+LAST_SECOND = 253_402_300_799
 
 
 class PoisonEvent(Exception):
@@ -47,11 +51,15 @@ class Tokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One usage event, checked. `day` is the UTC day of its end, by which balances are kept; `raw` is the event."""
+    """One usage event, checked. `day` is the UTC day of its end, by which balances are kept; `raw` is the event.
+
+    `times` are the marks of TIME_FIELDS in UTC, None where absent; the last is `end_time`.
+    """
 
     request_id: str
     tenant: str
     end_time: datetime
+    times: tuple[datetime | None, ...]
     delivered: Tokens
     billed: Tokens
     traceparent: str
@@ -84,11 +92,12 @@ def parse_event(raw: bytes, *, published_ms: int) -> LedgerEntry:
         raise PoisonEvent("a rejected request is billed")
     if any(count < 0 for count in event.choice_token_counts):
         raise PoisonEvent("choice_token_counts has a negative count")
-    times = {name: time_of(event.times, name) for name in TIME_FIELDS}
-    end_time = times["end_time"]
-    if end_time is None:
-        end_time = _published(published_ms)
-    return LedgerEntry(event.request_id, event.tenant, end_time, delivered, billed, event.traceparent, event, raw)
+    *marks, last = (_time_of(event.times, name) for name in TIME_FIELDS)
+    end_time = last if last is not None else _published(published_ms)
+    times = (*marks, end_time)
+    return LedgerEntry(
+        event.request_id, event.tenant, end_time, times, delivered, billed, event.traceparent, event, raw
+    )
 
 
 TIME_FIELDS = ("admit_time", "claim_time", "submit_time", "start_time", "first_token_time", "end_time")
@@ -106,15 +115,14 @@ def request_id_of(raw: bytes) -> str | None:
     return event.request_id or None
 
 
-def time_of(times: common_pb2.RequestTimes, name: str) -> datetime | None:
-    """One time mark in UTC, None where it is absent. Raises PoisonEvent outside the years 1 to 9999."""
+def _time_of(times: common_pb2.RequestTimes, name: str) -> datetime | None:
     if not times.HasField(name):  # type: ignore[arg-type]
         return None
     stamp: timestamp_pb2.Timestamp = getattr(times, name)
-    try:
-        return stamp.ToDatetime(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        raise PoisonEvent(f"{name} is out of range") from None
+    # Not ToDatetime(), which takes ten times as long and is called six times an event.
+    if not (FIRST_SECOND <= stamp.seconds <= LAST_SECOND and 0 <= stamp.nanos < 10**9):
+        raise PoisonEvent(f"{name} is out of range")
+    return EPOCH + timedelta(0, stamp.seconds, stamp.nanos // 1000)
 
 
 def enum_label(names: Mapping[int, str], prefix: str, value: int) -> str:

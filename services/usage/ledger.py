@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from datetime import date, datetime
 
 import sqlalchemy as sa
-from millrace.common.v1 import common_pb2
 
 from services.usage import schema
-from services.usage.events import MAX_EVENT_BYTES, TIME_FIELDS, LedgerEntry, Tokens, enum_label, time_of
+from services.usage.bulk import add_sums, insert_rows, known_values
+from services.usage.events import MAX_EVENT_BYTES, LedgerEntry, Tokens
+from services.usage.rows import ROW_COLUMNS, row_values, storable
 from services.usage.store import insert_into
 
 SUM_PAGE = 1_000
-LOOKUP_IDS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,14 +75,15 @@ def insert_entries(connection: sa.Connection, entries: Sequence[LedgerEntry], no
     for entry in entries:
         first_seen.setdefault(entry.request_id, entry)
     unique = list(first_seen.values())
-    known = _known_ids(connection, [entry.request_id for entry in unique])
-    unknown = [entry for entry in unique if entry.request_id not in known]
-    inserted = _insert_rows(connection, unknown, first_row_id, now)
-    fresh = [entry for entry in unknown if entry.request_id in inserted]
+    known = known_values(connection, schema.ledger.c.request_id, [entry.request_id for entry in unique])
+    fresh = [entry for entry in unique if entry.request_id not in known]
+    if not fresh:
+        return []
+    # Whoever inserts holds the head, so what is unknown here stays so until this transaction ends.
+    rows = [row_values(entry, first_row_id + index, now) for index, entry in enumerate(fresh)]
+    insert_rows(connection, schema.ledger, ROW_COLUMNS, rows)
     _move_balances(connection, fresh)
-    if unknown:
-        newest = first_row_id + len(unknown) - 1
-        connection.execute(sa.update(schema.ledger_head).values(last_row_id=newest))
+    connection.execute(sa.update(schema.ledger_head).values(last_row_id=first_row_id + len(fresh) - 1))
     return fresh
 
 
@@ -95,7 +96,7 @@ def insert_dead_letters(connection: sa.Connection, letters: Sequence[DeadLetter]
         {
             "stream": letter.stream,
             "entry_id": letter.entry_id,
-            "reason": _text(letter.reason),
+            "reason": storable(letter.reason),
             "payload": letter.payload[:MAX_EVENT_BYTES],
             "insert_time": now,
         }
@@ -175,94 +176,8 @@ def _lock_head(connection: sa.Connection) -> int:
     return int(connection.execute(query).scalar_one())
 
 
-def _known_ids(connection: sa.Connection, request_ids: Sequence[str]) -> set[str]:
-    if not request_ids:
-        return set()
-    column = schema.ledger.c.request_id
-    known: set[str] = set()
-    for start in range(0, len(request_ids), LOOKUP_IDS):
-        some = request_ids[start : start + LOOKUP_IDS]
-        known.update(connection.execute(sa.select(column).where(column.in_(some))).scalars())
-    return known
-
-
-def _insert_rows(
-    connection: sa.Connection, entries: Sequence[LedgerEntry], first_row_id: int, now: datetime
-) -> frozenset[str]:
-    if not entries:
-        return frozenset()
-    rows = [_row_of(entry, first_row_id + index, now) for index, entry in enumerate(entries)]
-    table = schema.ledger
-    # One short statement for many rows: with RETURNING it would be one long one, which psycopg parses anew each time.
-    connection.execute(insert_into(connection, table).on_conflict_do_nothing(index_elements=[table.c.request_id]), rows)
-    written = table.c.row_id.between(first_row_id, first_row_id + len(rows) - 1)
-    return frozenset(connection.execute(sa.select(table.c.request_id).where(written)).scalars())
-
-
-def _row_of(entry: LedgerEntry, row_id: int, now: datetime) -> dict[str, object]:
-    event = entry.event
-    times: dict[str, object] = {name: time_of(event.times, name) for name in TIME_FIELDS}
-    times["end_time"] = entry.end_time
-    texts = {name: _text(getattr(event, name)) for name in _TEXT_COLUMNS}
-    return {
-        "row_id": row_id,
-        **texts,
-        "model": _text(event.model.model),
-        "version": _text(event.model.version),
-        "manifest_digest": event.model.manifest_digest,
-        "pool_model": _text(event.pool.model),
-        "pool": _text(event.pool.pool),
-        "shard": event.pool.shard,
-        "priority_class": enum_label(_PRIORITY, "PRIORITY_CLASS_", event.priority_class),
-        "length_class": enum_label(_LENGTH, "LENGTH_CLASS_", event.length_class),
-        "terminal_state": enum_label(_TERMINAL, "TERMINAL_STATE_", event.terminal_state),
-        "finish_reason": enum_label(_FINISH, "FINISH_REASON_", event.finish_reason),
-        **_token_values("delivered", entry.delivered),
-        **_token_values("billed", entry.billed),
-        "choice_token_counts": list(event.choice_token_counts),
-        **times,
-        "attempt": event.attempt,
-        "epoch": event.epoch,
-        "user_label": _text(event.user),
-        "metadata": {_text(key): _text(value) for key, value in sorted(event.metadata.items())},
-        "event": entry.raw,
-        "insert_time": now,
-    }
-
-
-_TEXT_COLUMNS = (
-    "request_id",
-    "tenant",
-    "project",
-    "key_id",
-    "error_reason",
-    "worker_instance",
-    "gateway_instance",
-    "traceparent",
-)
-
-
-def _names(enum: type) -> dict[int, str]:
-    return {number: name for name, number in enum.items()}  # type: ignore[attr-defined]
-
-
-_PRIORITY = _names(common_pb2.PriorityClass)
-_LENGTH = _names(common_pb2.LengthClass)
-_TERMINAL = _names(common_pb2.TerminalState)
-_FINISH = _names(common_pb2.FinishReason)
-
-
-def _text(text: str) -> str:
-    """PostgreSQL stores no NUL in text; the event keeps what was sent."""
-    return text.replace("\x00", "�")
-
-
 def _token_columns() -> list[str]:
     return [f"{part}_{name}" for part in ("delivered", "billed") for name in schema.TOKEN_COLUMNS]
-
-
-def _token_values(part: str, tokens: Tokens) -> dict[str, int]:
-    return {f"{part}_{name}": value for name, value in zip(schema.TOKEN_COLUMNS, tokens.counts, strict=True)}
 
 
 def _add(sums: dict[tuple[str, date], Balance], tenant: str, day: date, delivered: Tokens, billed: Tokens) -> None:
@@ -274,19 +189,8 @@ def _move_balances(connection: sa.Connection, entries: Sequence[LedgerEntry]) ->
     sums: dict[tuple[str, date], Balance] = {}
     for entry in entries:
         _add(sums, entry.tenant, entry.day, entry.delivered, entry.billed)
-    if not sums:
-        return
-    table = schema.balances
-    statement = insert_into(connection, table)
-    moved = {name: table.c[name] + statement.excluded[name] for name in ("request_count", *_token_columns())}
     rows = [
-        {
-            "tenant": moving.tenant,
-            "day": moving.day,
-            "request_count": moving.request_count,
-            **_token_values("delivered", moving.delivered),
-            **_token_values("billed", moving.billed),
-        }
-        for moving in (sums[key] for key in sorted(sums))
+        (tenant, day, moving.request_count, *moving.delivered.counts, *moving.billed.counts)
+        for (tenant, day), moving in sorted(sums.items())
     ]
-    connection.execute(statement.on_conflict_do_update(index_elements=[table.c.tenant, table.c.day], set_=moved), rows)
+    add_sums(connection, schema.balances, ("tenant", "day"), ("request_count", *_token_columns()), rows)

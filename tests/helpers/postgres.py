@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psycopg
@@ -47,9 +48,13 @@ class Databases:
 
 
 class PostgresProcess:
-    """Owns one server process and its folder. `new_database()` gives each test an empty database."""
+    """Owns one server process and its folder. `new_database()` gives each test an empty database.
 
-    def __init__(self) -> None:
+    `settings` go over what suits tests (no fsync, little memory).
+    """
+
+    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+        self._settings = {"listen_addresses": "127.0.0.1", "fsync": "off", "shared_buffers": "32MB", **(settings or {})}
         self.folder = Path(tempfile.mkdtemp(prefix="mr-pg-"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +80,7 @@ class PostgresProcess:
         self._process = subprocess.Popen(
             [
                 *(str(binaries / "postgres"), "-D", str(data), "-p", str(self.port), "-k", str(self.folder)),
-                *("-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-c", "shared_buffers=32MB"),
+                *(part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")),
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime, timedelta
 
@@ -11,9 +12,11 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from millrace.common.v1 import common_pb2
+from sqlalchemy.exc import IntegrityError
 
 from services.common.errors import StoreUnavailable
 from services.usage import schema
+from services.usage.bulk import insert_rows
 from services.usage.events import Tokens, parse_event
 from services.usage.ledger import (
     Balance,
@@ -25,6 +28,7 @@ from services.usage.ledger import (
     read_dead_letters,
     read_rows,
 )
+from services.usage.rows import ROW_COLUMNS, row_values
 from services.usage.store import Store, open_store
 from tests.helpers.postgres import PostgresProcess, postgres_folder
 from tests.helpers.usage import START, insert, make_entry, make_event, reading
@@ -197,6 +201,44 @@ async def test_a_database_that_is_away_is_said_to_be_and_works_again_after() -> 
         opened.close()
     finally:
         server.stop()
+
+
+def test_a_connection_that_breaks_in_mid_transaction_is_a_database_that_is_away(
+    new_postgres_url: Callable[[], str],
+) -> None:
+    opened = open_store(new_postgres_url())
+
+    def broken(connection: sa.Connection) -> None:
+        cut = sa.text("SELECT pg_terminate_backend(:pid)")
+        pid = connection.execute(sa.text("SELECT pg_backend_pid()")).scalar_one()
+        opened.read_sync(lambda other: other.execute(cut, {"pid": pid}))
+        insert_rows(connection, schema.ledger, ROW_COLUMNS, [row_values(make_entry("r1"), 1, START)])
+
+    with pytest.raises(StoreUnavailable):
+        opened.write_sync(broken)
+
+    insert(opened, [make_entry("r2")])
+    assert reading(opened).request_ids == ("r2",)
+    opened.close()
+
+
+def test_a_row_that_is_there_already_or_does_not_fit_is_refused_as_such(store: Store) -> None:
+    insert(store, [make_entry("r1")])
+    same = row_values(make_entry("r1"), 2, START)
+    hole = (3, None, *same[2:])
+
+    for row in (same, hole):
+        with pytest.raises(IntegrityError):
+            store.write_sync(lambda c, row=row: insert_rows(c, schema.ledger, ROW_COLUMNS, [row]))
+    assert reading(store).request_ids == ("r1",)
+
+
+def test_more_events_than_a_statement_takes_go_in_at_once(store: Store) -> None:
+    made = [make_entry(f"r{n:05}", f"t{n % 700}") for n in range(2_500)]
+
+    assert len(insert(store, made)) == 2_500
+    assert insert(store, made) == []
+    assert len(reading(store).balances) == 700
 
 
 def test_rejected_requests_are_rows_that_cost_nothing(store: Store) -> None:

@@ -1,0 +1,57 @@
+"""How every benchmark keeps its results: JSON with commit, machine, load and configuration in `benchmarks/results`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def save(
+    benchmark: str, config: Mapping[str, Any], results: Sequence[Mapping[str, Any]], path: Path | None = None
+) -> Path:
+    """Write one report to `path`, or to `results/<benchmark>.json`; returns where it lies."""
+    target = path if path is not None else RESULTS / f"{benchmark}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "benchmark": benchmark,
+        "commit": commit(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "config": config,
+        "results": results,
+    }
+    target.write_text(json.dumps(report, indent=2) + "\n")
+    return target
+
+
+def commit() -> str:
+    """The commit measured, with `+` when files differ from it; "unknown" outside a checkout."""
+    try:
+        head = _git("rev-parse", "--short", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on, and how busy it was with other work (one-minute load average)."""
+    return {
+        "python": platform.python_version(),
+        "arch": platform.machine(),
+        "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
