@@ -112,7 +112,7 @@ class Answering:
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
         await self._write(body, more=False)
         for choice, count in enumerate(self._usage.choices):
-            self._generation.mark_delivered(choice, count)
+            self._generation.mark_delivered(choice, count, self._usage.reasoning.get(choice, 0))
 
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
         opened: set[int] = set()
@@ -130,7 +130,7 @@ class Answering:
                 extra = {"usage": self._usage.as_json()} if continuous_usage else blank
                 if chunks:
                     await self._write(b"".join(_event({**chunk, **extra}) for chunk in chunks))
-                self._generation.mark_delivered(delta.choice, delta.delivered)
+                self._generation.mark_delivered(delta.choice, delta.delivered, delta.reasoning_delivered)
                 self._all_finishes_written = len(self._reasons) == len(self._usage.choices)
         tail = _event(self._shape.usage_chunk(self._usage)) if include_usage else b""
         await self._write(tail + b"data: [DONE]\n\n", more=False)
@@ -164,6 +164,7 @@ class Answering:
     def _count(self, delta: TextDelta) -> None:
         self._usage.cached = self._generation.cached_token_count
         self._usage.choices[delta.choice] = delta.delivered
+        self._usage.reasoning[delta.choice] = delta.reasoning_delivered
         if delta.finish_reason is not None:
             self._reasons[delta.choice] = delta.finish_reason
 

@@ -15,7 +15,9 @@ from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_types import KeyRecord, Pool
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.reasoning import ReasoningMarkers
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.tools import ToolRules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,13 +28,15 @@ class ServedModel:
     card: worker_service_pb2.ModelCard
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    reasoning: ReasoningMarkers | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidRequest:
     """A request past the one validator: complete, inside every limit, tokenised.
 
-    `prompt_token_ids` are unsigned 32-bit; `timeout_s` is the time until the deadline, from now.
+    `prompt_token_ids` are unsigned 32-bit; `timeout_s` is the time until the deadline, from now. `reasoning` is set
+    where reasoning is told apart from the answer, `starts_in_reasoning` where the prompt itself opened it.
     """
 
     model: ServedModel
@@ -45,6 +49,9 @@ class ValidRequest:
     user: str = ""
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     echo: bool = False
+    tools: ToolRules = ToolRules()
+    reasoning: ReasoningMarkers | None = None
+    starts_in_reasoning: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,8 +97,8 @@ class Generation(Protocol):
         """The front ended a choice (stop string) after its first `token_count` tokens; the worker stops it."""
         ...
 
-    def mark_delivered(self, choice: int, token_count: int) -> None:
-        """The first `token_count` tokens of a choice were handed to the client's transport."""
+    def mark_delivered(self, choice: int, token_count: int, reasoning_count: int = 0) -> None:
+        """The first `token_count` tokens of a choice, so many of them reasoning, went to the client's transport."""
         ...
 
     async def finish(

@@ -77,6 +77,7 @@ class LiveRequest:
         self._table = table
         self._worker = ""
         self._epoch = 0
+        self._reasoned: dict[int, int] = {}
         self._deadline: asyncio.Task[None] | None = None
         self._ending: asyncio.Future[common_pb2.TokenUsage] | None = None
 
@@ -114,9 +115,10 @@ class LiveRequest:
         """The front ended a choice after `token_count` tokens."""
         self._table.perform(self, self.core.stop_choice(choice, token_count))
 
-    def mark_delivered(self, choice: int, token_count: int) -> None:
-        """The first `token_count` tokens of a choice were handed to the client's transport."""
+    def mark_delivered(self, choice: int, token_count: int, reasoning_count: int = 0) -> None:
+        """The first `token_count` tokens of a choice, so many of them reasoning, went to the client's transport."""
         self.core.mark_delivered(choice, token_count)
+        self._reasoned[choice] = reasoning_count
         self.meter.delivered(self._table.clock.monotonic(), self.core.choices)
 
     async def finish(
@@ -168,6 +170,7 @@ class LiveRequest:
             delivered=tuple(choice.delivered for choice in self.core.choices),
             received=tuple(choice.received for choice in self.core.choices),
             started=self.core.started or self.core.received_count > 0,
+            reasoning=sum(self._reasoned.values()),
         )
         event = usage_event(self.facts.entry, ending, counts, self.marks, self.facts.labels)
         self.meter.ended(self._table.clock.monotonic(), event)

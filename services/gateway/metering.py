@@ -15,13 +15,17 @@ _MEDIUM_TOKENS = 4_096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """What happened to the tokens of one request. `delivered` and `received` are per choice."""
+    """What happened to the tokens of one request. `delivered` and `received` are per choice.
+
+    `reasoning` is how many delivered tokens, of all choices, are reasoning.
+    """
 
     prompt: int
     cached: int
     delivered: tuple[int, ...]
     received: tuple[int, ...]
     started: bool
+    reasoning: int = 0
 
     @property
     def delivered_total(self) -> int:
@@ -126,6 +130,7 @@ def _usage(counts: Counts) -> common_pb2.TokenUsage:
         prompt_token_count=counts.prompt,
         cached_token_count=min(counts.cached, counts.prompt),
         completion_token_count=counts.delivered_total,
+        reasoning_token_count=min(counts.reasoning, counts.delivered_total),
     )
 
 

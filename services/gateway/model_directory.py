@@ -20,6 +20,7 @@ from services.common.errors import ModelNotFound, NoWorker
 from services.common.grpc_client import open_channel
 from services.gateway.chat_template import template_of
 from services.gateway.generation import ServedModel
+from services.gateway.reasoning import reasoning_markers
 from services.gateway.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 MAX_TOKENIZER_BYTES = 67_108_864
@@ -100,7 +101,8 @@ class WorkerDirectory:
                 data = await _fetch_tokenizer(stub, card)
                 tokenizer = await asyncio.to_thread(self._load, card, data)
                 self._tokenizers[key] = tokenizer
-        return ServedModel(record.pool, card, tokenizer, template_of(card))
+        template = template_of(card)
+        return ServedModel(record.pool, card, tokenizer, template, reasoning_markers(template, tokenizer))
 
     def _choose_defaults(self) -> None:
         # The default stays while anybody serves it; then the version with most workers, then the newest.

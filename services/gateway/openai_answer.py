@@ -13,6 +13,7 @@ from services.gateway.detokenizer import Detokenizer
 from services.gateway.generation import ValidRequest
 from services.gateway.text_stream import TextDelta, TextToken
 from services.gateway.tokenizer import Tokenizer
+from services.gateway.tool_calls import ToolCallDelta
 
 Json = dict[str, JsonValue]
 
@@ -59,6 +60,7 @@ class Usage:
     prompt: int
     choices: list[int]
     cached: int = 0
+    reasoning: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> Json:
         completion = sum(self.choices)
@@ -67,7 +69,7 @@ class Usage:
             "completion_tokens": completion,
             "total_tokens": self.prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": sum(self.reasoning.values())},
         }
 
 
@@ -105,8 +107,9 @@ class ChatShape:
     def chunks(self, delta: TextDelta) -> list[Json]:
         made: list[Json] = []
         logprobs = self._facts.request.sampling.HasField("logprob_count")
-        if delta.text or (delta.tokens and logprobs):
-            made.append(self._chunk(delta.choice, {"content": delta.text}, self._logprobs(delta.tokens)))
+        said = _said(delta)
+        if said or (delta.tokens and logprobs):
+            made.append(self._chunk(delta.choice, said or {"content": ""}, self._logprobs(delta.tokens)))
         if delta.finish_reason is not None:
             finish = self._chunk(delta.choice, {}, None, _FINISH[delta.finish_reason])
             made.append(finish | _budget(self._facts, delta))
@@ -118,7 +121,7 @@ class ChatShape:
     def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices: list[JsonValue] = []
         for index, parts in enumerate(deltas):
-            message: Json = {"role": "assistant", "content": "".join(d.text for d in parts), "refusal": None}
+            message = _message(parts)
             choices.append(
                 {
                     "index": index,
@@ -231,6 +234,43 @@ class CompletionShape:
                 tops.append(_top(tokenizer, token.logprobs))
                 offsets.append(len(self._echoed) + token.start)
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _said(delta: TextDelta) -> Json:
+    """`delta` of a chunk."""
+    said: Json = {}
+    if delta.reasoning:
+        said["reasoning_content"] = delta.reasoning
+    if delta.text:
+        said["content"] = delta.text
+    if delta.calls:
+        calls: list[JsonValue] = []
+        for call in delta.calls:
+            head: Json = {"id": call.call_id, "type": "function"} if call.name else {}
+            function: Json = {"name": call.name} if call.name else {}
+            calls.append({"index": call.index, **head, "function": {**function, "arguments": call.arguments}})
+        said["tool_calls"] = calls
+    return said
+
+
+def _message(parts: Sequence[TextDelta]) -> Json:
+    """`message` of a whole answer. Content is null where there are only calls."""
+    content = "".join(part.text for part in parts)
+    calls: dict[int, ToolCallDelta] = {}
+    for call in (call for part in parts for call in part.calls):
+        known = calls.get(call.index)
+        calls[call.index] = (
+            call if known is None else dataclasses.replace(known, arguments=known.arguments + call.arguments)
+        )
+    message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    if reasoning := "".join(part.reasoning for part in parts):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls.values()
+        ]
+    return message
 
 
 def _value(logprob: float) -> float:

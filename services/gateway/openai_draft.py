@@ -11,18 +11,17 @@ import msgspec
 from millrace.common.v1 import common_pb2
 
 from services.common.errors import InvalidRequest, Unsupported
+from services.gateway.chat_draft import chat_prompt
 from services.gateway.chat_template import JsonValue
 from services.gateway.json_body import decode_raw
+from services.gateway.known_fields import refuse_raw
 from services.gateway.openai_types import (
     ChatRequest,
     CompletionRequest,
-    ContentPart,
     GenerationBody,
-    Message,
     ResponseFormat,
 )
 from services.gateway.request_draft import (
-    ChatPrompt,
     GrammarDraft,
     Prompt,
     RequestDraft,
@@ -43,9 +42,6 @@ _ONLY: dict[str, tuple[JsonValue, ...]] = {
     "add_special_tokens": (True,),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -57,30 +53,23 @@ _ONLY: dict[str, tuple[JsonValue, ...]] = {
     "suffix": ("",),
     "guided_decoding_backend": ("auto", "guidance", "llguidance"),
 }
-_MESSAGE_ONLY: dict[str, tuple[JsonValue, ...]] = {"tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
-_ROLES = frozenset({"system", "developer", "user", "assistant"})
 
 
 def chat_draft(body: ChatRequest) -> RequestDraft:
     """The draft of a chat completion. Raises InvalidRequest, Unsupported."""
-    _refuse_raw(body, "", _ONLY)
+    refuse_raw(body, "", _ONLY, _GRAMMAR_FIELDS)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise InvalidRequest("`max_tokens` and `max_completion_tokens` differ.", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
-    settings = body.chat_template_kwargs
-    prompt = ChatPrompt(
-        tuple(_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)),
-        {} if settings is None else {k: v for k, v in msgspec.structs.asdict(settings).items() if v is not None},
-    )
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _draft(body, prompt, most, (body.top_logprobs or 0) if body.logprobs else None)
+    return _draft(body, chat_prompt(body), most, (body.top_logprobs or 0) if body.logprobs else None)
 
 
 def completion_draft(body: CompletionRequest) -> RequestDraft:
     """The draft of a text completion. Raises InvalidRequest, Unsupported."""
     only = {name: values for name, values in _ONLY.items() if name != "echo"}
-    _refuse_raw(body, "", only)
+    refuse_raw(body, "", only, _GRAMMAR_FIELDS)
     draft = _draft(body, _text_prompt(body.prompt), body.max_tokens, body.logprobs)
     if not body.echo:
         return draft
@@ -128,46 +117,6 @@ def _draft(body: GenerationBody, prompt: Prompt, max_tokens: int | None, logprob
         ),
         timeout_s=None if own is None else own.timeout_s,
     )
-
-
-def _refuse_raw(body: msgspec.Struct, path: str, only: dict[str, tuple[JsonValue, ...]]) -> None:
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if not isinstance(value, msgspec.Raw) or len(bytes(value)) == 0 or name in _GRAMMAR_FIELDS:
-            continue
-        field = f"{path}{name}"
-        sent = decode_raw(value, field)
-        # True == 1 in Python, but not on the wire.
-        if sent is None or any(sent == good and type(sent) is type(good) for good in only.get(name, ())):
-            continue
-        raise Unsupported(f"`{field}` is not supported with this value.", param=field)
-
-
-def _message(message: Message, path: str) -> dict[str, JsonValue]:
-    _refuse_raw(message, f"{path}.", _MESSAGE_ONLY)
-    if message.role not in _ROLES:
-        known = ", ".join(sorted(_ROLES))
-        raise InvalidRequest(f"`{path}.role` must be one of {known}.", param=f"{path}.role")
-    if message.tool_call_id is not None:
-        raise Unsupported(f"`{path}.tool_call_id` is not supported.", param=f"{path}.tool_call_id")
-    content = message.content
-    if content is None:
-        raise InvalidRequest(f"`{path}.content` is required.", param=f"{path}.content")
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
-    shaped: dict[str, JsonValue] = {"role": message.role, "content": content}
-    if message.name is not None:
-        shaped["name"] = message.name
-    return shaped
-
-
-def _part(part: ContentPart, path: str) -> str:
-    _refuse_raw(part, f"{path}.", {"cache_control": ({"type": "ephemeral"},)})
-    if part.type not in ("text", "input_text", "output_text"):
-        raise Unsupported(f"`{path}.type` must be `text`: this model reads text only.", param=f"{path}.type")
-    if part.text is None:
-        raise InvalidRequest(f"`{path}.text` is required.", param=f"{path}.text")
-    return part.text
 
 
 def _text_prompt(prompt: str | list[str | int | list[int]] | None) -> Prompt:

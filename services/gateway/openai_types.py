@@ -33,6 +33,51 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     cache_control: msgspec.Raw = ABSENT
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of a call that comes back; `arguments` is what the model wrote, JSON or not."""
+
+    name: str
+    arguments: str
+
+
+class SentToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """One call of an assistant message. Clients that put a stream together send `index` too."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+    index: int | None = None
+
+
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of a tool."""
+
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = ABSENT
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `tools`."""
+
+    type: str
+    function: FunctionSpec
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """`function` of a `tool_choice`."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` that names a tool."""
+
+    type: str
+    function: NamedFunction
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message. The Raw fields come back from SDKs that replay an answer; they may be null or empty."""
 
@@ -43,7 +88,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: msgspec.Raw = ABSENT
-    tool_calls: msgspec.Raw = ABSENT
+    tool_calls: list[SentToolCall] | None = None
     function_call: msgspec.Raw = ABSENT
     annotations: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
@@ -154,15 +199,15 @@ class ChatRequest(GenerationBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: TemplateSettings | None = None
-    tools: msgspec.Raw = ABSENT
-    tool_choice: msgspec.Raw = ABSENT
-    parallel_tool_calls: msgspec.Raw = ABSENT
+    tools: list[ToolSpec] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: msgspec.Raw = ABSENT
     function_call: msgspec.Raw = ABSENT
     modalities: msgspec.Raw = ABSENT
     audio: msgspec.Raw = ABSENT
     prediction: msgspec.Raw = ABSENT
-    reasoning_effort: msgspec.Raw = ABSENT
+    reasoning_effort: str | None = None
     verbosity: msgspec.Raw = ABSENT
     web_search_options: msgspec.Raw = ABSENT
     echo: msgspec.Raw = ABSENT

@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from millrace.common.v1 import common_pb2
 
 from services.gateway.chat_template import JsonValue
+from services.gateway.tools import ToolRules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the model's template; content is already one string each."""
+    """Messages for the model's template; content is already one string each, arguments of calls are as sent."""
 
     messages: tuple[Mapping[str, JsonValue], ...]
     template_settings: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
+    tools: ToolRules = ToolRules()
+    reasoning_effort: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

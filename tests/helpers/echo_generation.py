@@ -23,6 +23,7 @@ from services.gateway import template_child
 from services.gateway.app import create_app
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest
+from services.gateway.reasoning import reasoning_markers
 from services.gateway.template_renderer import TemplateRenderer
 from tests.helpers.fake_clock import FakeClock
 
@@ -31,6 +32,7 @@ STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
+_SPECIALS = ("<|im_start|>", "<|im_end|>")
 
 # A step is an event, an error to raise, or an asyncio.Event to wait for.
 Step = TokenEvent | Exception | asyncio.Event
@@ -40,7 +42,7 @@ Ending = tuple[int, int, str]
 class TableTokenizer:
     """Ids 0 to 255 are bytes, then come `words`, then control tokens."""
 
-    def __init__(self, words: Sequence[str] = (), specials: Sequence[str] = ("<|im_start|>", "<|im_end|>")) -> None:
+    def __init__(self, words: Sequence[str] = (), specials: Sequence[str] = _SPECIALS) -> None:
         self._table = [bytes([b]) for b in range(256)] + [w.encode() for w in words] + [s.encode() for s in specials]
         self._first_special = 256 + len(words)
         self.special_texts = tuple(sorted(specials, key=len, reverse=True))
@@ -78,12 +80,13 @@ def served(
     version: str = "v1",
     *,
     words: Sequence[str] = (),
+    specials: Sequence[str] = (),
     template: str | None = CHATML,
     context: int = 4_096,
     **card: Any,
 ) -> ServedModel:
     """A model with a table tokenizer."""
-    tokenizer = TableTokenizer(words)
+    tokenizer = TableTokenizer(words, (*_SPECIALS, *specials))
     fields: dict[str, Any] = {
         "model": common_pb2.ModelRef(model=name, version=version, manifest_digest=bytes(32)),
         "max_model_len": context,
@@ -93,12 +96,9 @@ def served(
         "longest_token_byte_count": 16,
         "owner": "acme",
     }
-    return ServedModel(
-        Pool(name),
-        worker_service_pb2.ModelCard(**(fields | card)),
-        tokenizer,
-        None if template is None else ChatTemplate(template),
-    )
+    shown = None if template is None else ChatTemplate(template)
+    model_card = worker_service_pb2.ModelCard(**(fields | card))
+    return ServedModel(Pool(name), model_card, tokenizer, shown, reasoning_markers(shown, tokenizer))
 
 
 def key(tenant: str = "acme", *models: str) -> KeyRecord:
@@ -144,6 +144,7 @@ class ScriptedGeneration:
         self.queue_position = 3
         self.cached_token_count = 0
         self.delivered: dict[int, int] = {}
+        self.reasoned: dict[int, int] = {}
         self.stopped: dict[int, int] = {}
         self.endings: list[Ending] = []
         self.reading = asyncio.Event()
@@ -163,10 +164,12 @@ class ScriptedGeneration:
         assert choice not in self.stopped
         self.stopped[choice] = token_count
 
-    def mark_delivered(self, choice: int, token_count: int) -> None:
+    def mark_delivered(self, choice: int, token_count: int, reasoning_count: int = 0) -> None:
         assert not self.endings, "delivered after the end"
         assert token_count >= self.delivered.get(choice, 0)
+        assert token_count >= reasoning_count >= self.reasoned.get(choice, 0)
         self.delivered[choice] = token_count
+        self.reasoned[choice] = reasoning_count
 
     async def finish(
         self,
