@@ -17,7 +17,7 @@ from services.common.admission_types import KeyRecord, Pool
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.reasoning import ReasoningMarkers
 from services.gateway.tokenizer import Tokenizer
-from services.gateway.tools import ToolRules
+from services.gateway.tools import NO_TOOLS, ToolRules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ValidRequest:
     user: str = ""
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     echo: bool = False
-    tools: ToolRules = ToolRules()
+    tools: ToolRules = NO_TOOLS
     reasoning: ReasoningMarkers | None = None
     starts_in_reasoning: bool = False
 

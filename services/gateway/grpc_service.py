@@ -16,11 +16,10 @@ from services.common.admission_types import KeyRecord
 from services.common.clock import Clock
 from services.common.errors import Cancelled, InvalidRequest
 from services.gateway.answering import ending_of
-from services.gateway.chat_template import JsonValue
 from services.gateway.generation import Generation, Generator, KeyRing, ModelDirectory, ValidRequest
+from services.gateway.grpc_chat import call_deltas, chat_of
 from services.gateway.http_errors import as_millrace
 from services.gateway.request_draft import (
-    ChatPrompt,
     GrammarDraft,
     Prompt,
     RequestDraft,
@@ -66,7 +65,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         generation = await self._generator.start(key, valid)
         ending = ending_of(Cancelled("The client went away."))
         reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
-        counts = [0] * valid.sampling.choice_count
+        counts, reasoned = [0] * valid.sampling.choice_count, [0] * valid.sampling.choice_count
         request_id = generation.request_id
         try:
             accepted = pb.GenerateAccepted(
@@ -77,11 +76,12 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
                 async for delta in deltas:
                     yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, valid))
                     # The generator is resumed once the transport has taken the message.
-                    generation.mark_delivered(delta.choice, delta.delivered)
+                    generation.mark_delivered(delta.choice, delta.delivered, delta.reasoning_delivered)
                     counts[delta.choice] = delta.delivered
+                    reasoned[delta.choice] = delta.reasoning_delivered
                     if delta.finish_reason is not None:
                         reasons[delta.choice] = delta.finish_reason
-            completed = pb.GenerateCompleted(usage=_usage(generation, valid, counts))
+            completed = pb.GenerateCompleted(usage=_usage(generation, valid, counts, reasoned))
             ending = common_pb2.TERMINAL_STATE_COMPLETED, reasons[0], ""
             yield pb.GenerateResponse(request_id=request_id, completed=completed)
         except Exception as error:
@@ -163,14 +163,7 @@ def _draft(request: pb.GenerateRequest, remaining_s: float | None) -> RequestDra
 def _prompt(request: pb.GenerateRequest) -> Prompt:
     kind = request.WhichOneof("input")
     if kind == "chat":
-        messages: list[dict[str, JsonValue]] = []
-        for index, sent in enumerate(request.chat.messages):
-            if sent.role not in ("system", "developer", "user", "assistant"):
-                field = f"messages[{index}].role"
-                raise InvalidRequest(f"`{field}` is not known.", param=field)
-            message: dict[str, JsonValue] = {"role": sent.role, "content": sent.content}
-            messages.append(message | ({"name": sent.name} if sent.name else {}))
-        return ChatPrompt(tuple(messages))
+        return chat_of(request.chat)
     if kind == "prompt":
         return TextPrompt(request.prompt)
     if kind == "prompt_token_ids":
@@ -191,6 +184,8 @@ def _delta(delta: TextDelta, valid: ValidRequest) -> pb.GenerateDelta:
         token_ids=[token.token_id for token in delta.tokens],
         logprobs=_logprobs(tokenizer, delta.tokens),
         finish_reason=delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED,
+        reasoning=delta.reasoning,
+        tool_calls=call_deltas(delta.calls),
     )
 
 
@@ -208,9 +203,12 @@ def _logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> list[pb.Toke
     return made
 
 
-def _usage(generation: Generation, valid: ValidRequest, counts: Sequence[int]) -> common_pb2.TokenUsage:
+def _usage(
+    generation: Generation, valid: ValidRequest, counts: Sequence[int], reasoned: Sequence[int]
+) -> common_pb2.TokenUsage:
     return common_pb2.TokenUsage(
         prompt_token_count=len(valid.prompt_token_ids),
         cached_token_count=generation.cached_token_count,
         completion_token_count=sum(counts),
+        reasoning_token_count=sum(reasoned),
     )

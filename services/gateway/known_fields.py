@@ -1,4 +1,4 @@
-"""Fields that are known but served with few values only: a value that is not served is refused by name, never ignored."""
+"""Fields that are known but served with few values only: any other value is refused by name, never ignored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models that think before they answer: the markers around their reasoning, and what a request may say about it. Pure.
 
-A model reasons when its template writes `<think>` and its tokenizer has each marker as one token; reasoning is then told
-apart, and counted, by token id.
+A model reasons when its template writes `<think>` and its tokenizer has each marker as one token; reasoning is then
+told apart, and counted, by token id.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from millrace.common.v1 import common_pb2
 
 from services.gateway.chat_template import JsonValue
-from services.gateway.tools import ToolRules
+from services.gateway.tools import NO_TOOLS, ToolRules
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ChatPrompt:
 
     messages: tuple[Mapping[str, JsonValue], ...]
     template_settings: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
-    tools: ToolRules = ToolRules()
+    tools: ToolRules = NO_TOOLS
     reasoning_effort: str | None = None
 
 

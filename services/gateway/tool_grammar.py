@@ -10,7 +10,7 @@ from millrace.common.v1 import common_pb2
 from services.common.errors import InvalidRequest
 from services.gateway.chat_template import JsonValue
 from services.gateway.request_draft import ChatPrompt, GrammarDraft, RequestDraft
-from services.gateway.tools import CALL_CLOSE, CALL_OPEN, ToolRules
+from services.gateway.tools import CALL_CLOSE, CALL_OPEN, NO_TOOLS, ToolRules
 
 
 def with_tool_grammar(draft: RequestDraft) -> RequestDraft:
@@ -18,7 +18,7 @@ def with_tool_grammar(draft: RequestDraft) -> RequestDraft:
 
     Raises InvalidRequest when the request constrains its answer in another way too.
     """
-    rules = draft.prompt.tools if isinstance(draft.prompt, ChatPrompt) else ToolRules()
+    rules = draft.prompt.tools if isinstance(draft.prompt, ChatPrompt) else NO_TOOLS
     grammar = _grammar(rules)
     other = draft.sampling.grammar
     if other is not None and rules.active:

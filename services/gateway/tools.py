@@ -66,3 +66,6 @@ class ToolRules:
     def callable_tools(self) -> tuple[Tool, ...]:
         """Tools that the answer may call."""
         return tuple(tool for tool in self.tools if self.choice is not ToolChoice.NAMED or tool.name == self.named)
+
+
+NO_TOOLS = ToolRules()

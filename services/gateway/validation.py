@@ -17,8 +17,13 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelN
 from services.gateway.chat_template import guarded_variables
 from services.gateway.generation import ModelDirectory, ServedModel, ValidRequest
 from services.gateway.limits import Features, Limits
+from services.gateway.reasoning import reasoning_settings
 from services.gateway.request_draft import ChatPrompt, Prompt, RequestDraft, SamplingDraft, TextPrompt
 from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.tool_checks import check_conversation, check_tools
+from services.gateway.tool_grammar import with_tool_grammar
+from services.gateway.tool_prompt import ToolPrompts
+from services.gateway.tools import NO_TOOLS
 
 _INT64 = 1 << 63
 _INT32_MAX = (1 << 31) - 1
@@ -36,6 +41,7 @@ class Validator:
     ) -> None:
         self._directory = directory
         self._renderer = renderer
+        self._tool_prompts = ToolPrompts(renderer)
         self.limits = limits if limits is not None else Limits()
         self._features = features if features is not None else Features()
 
@@ -43,6 +49,10 @@ class Validator:
         """Raises InvalidRequest, ContextLengthExceeded, Unsupported, ModelNotFound, NoWorker."""
         limits = self.limits
         model = self.resolve(key, draft.model)
+        chat = draft.prompt if isinstance(draft.prompt, ChatPrompt) else None
+        if chat is not None:
+            check_tools(chat.tools, limits)
+            draft = with_tool_grammar(draft)
         _check_labels(draft, limits)
         _check_sampling(draft.sampling, limits, model.card.vocab_size)
         if draft.sampling.grammar is not None and not self._features.structured_output:
@@ -54,6 +64,7 @@ class Validator:
         prompt = await self.tokenise(model, draft.prompt)
         max_tokens = self._check_fit(model, draft, len(prompt))
         bad_words = [model.tokenizer.encode(word) for word in draft.sampling.bad_words]
+        reasoning = model.reasoning if chat is not None else None
         return ValidRequest(
             model=model,
             prompt_token_ids=prompt,
@@ -65,6 +76,9 @@ class Validator:
             user=draft.user,
             metadata=draft.metadata,
             echo=draft.echo,
+            tools=NO_TOOLS if chat is None else chat.tools,
+            reasoning=reasoning,
+            starts_in_reasoning=reasoning is not None and reasoning.opened_by(prompt, model.tokenizer),
         )
 
     def resolve(self, key: KeyRecord, name: str) -> ServedModel:
@@ -102,14 +116,17 @@ class Validator:
             raise InvalidRequest(f"`messages` takes at most {self.limits.messages} messages.", param="messages")
         if model.template is None:
             raise Unsupported("This model has no chat template; use /v1/completions.", param="messages")
+        check_conversation(prompt.messages)
+        settings = reasoning_settings(prompt.reasoning_effort, prompt.template_settings, model.reasoning)
         size = sum(len(str(message.get("content", "")).encode()) for message in prompt.messages)
         _check_bytes("messages", size, most_bytes, model.card.max_model_len)
+        shown = await self._tool_prompts.shown(model.template, prompt)
         guarded = guarded_variables(
             model.template,
-            prompt.messages,
-            tools=None,
+            shown.messages,
+            tools=shown.tools,
             special_texts=model.tokenizer.special_texts,
-            allowed=prompt.template_settings,
+            allowed=settings,
         )
         rendered = await self._renderer.render(model.template, guarded)
         if len(rendered) > self.limits.inline_encode_bytes:

@@ -94,7 +94,7 @@ async def test_each_method_asks_for_a_key() -> None:
         ({"prompt": "x", "resume_policy": 77}, "resume_policy"),
         ({"prompt": "x", "grammar": common_pb2.Grammar(kind=common_pb2.GRAMMAR_KIND_REGEX, text="a")}, "grammar"),
         ({"chat": pb.ChatInput()}, "messages"),
-        ({"chat": pb.ChatInput(messages=[pb.ChatMessage(role="tool", content="x")])}, "messages[0].role"),
+        ({"chat": pb.ChatInput(messages=[pb.ChatMessage(role="critic", content="x")])}, "messages[0].role"),
         ({"prompt_token_ids": common_pb2.TokenIds(token_ids=[2**32 - 1])}, "prompt"),
     ],
 )

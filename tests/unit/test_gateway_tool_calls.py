@@ -122,7 +122,7 @@ CASES = {
     "cut inside the arguments": ('<tool_call>{"name": "add", "arguments": {"a": [1', ("", [("add", '{"a": [1')])),
     "arguments that break": (
         '<tool_call>{"name": "add", "arguments": {"a": 1] oops}}</tool_call> more',
-        ("more", [("add", '{"a": 1] oops}}')]),
+        (" more", [("add", '{"a": 1] oops}}')]),
     ),
     "plain arguments that break": (
         '{"name": "add", "arguments": {"a": @1}} and so on',
@@ -139,7 +139,7 @@ def test_an_answer_is_read_by_the_written_rule_whole_and_character_by_character(
     assert Reader().read(*text).result == expected
 
 
-_TEXT = st.text(alphabet="<tool_ca>/{}[]\":, \n\\name1é", max_size=12)
+_TEXT = st.text(alphabet='<tool_ca>/{}[]":, \n\\name1é', max_size=12)
 _CALL = st.builds(
     hermes,
     st.sampled_from(sorted(NAMES)),

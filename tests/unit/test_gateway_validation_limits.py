@@ -150,7 +150,7 @@ async def test_null_is_absent_for_every_optional_field() -> None:
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}]},
          "messages[0].content[0].image_url"),
@@ -159,7 +159,7 @@ async def test_null_is_absent_for_every_optional_field() -> None:
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"chat_template": "{{ 7*7 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"echo": True}, "echo"),
