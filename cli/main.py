@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli import chat, down, key, status, tenant, up, usage
+from cli import admin_key, audit, chat, down, key, status, tenant, up, usage
 
 app = typer.Typer(
     name="millrace",
@@ -17,8 +17,10 @@ app.command()(down.down)
 app.command()(status.status)
 app.command()(chat.chat)
 app.add_typer(usage.app, name="usage", help="Read the ledger.")
-app.add_typer(key.app, name="key", help="Create, list and revoke API keys.")
-app.add_typer(tenant.app, name="tenant", help="Create and list tenants.")
+app.add_typer(key.app, name="key", help="Create, change, list, rotate and revoke API keys.")
+app.add_typer(tenant.app, name="tenant", help="Create, change and list tenants and projects.")
+app.add_typer(admin_key.app, name="admin-key", help="Create, list and revoke keys of administrators.")
+app.add_typer(audit.app, name="audit", help="See who changed what.")
 
 
 def main() -> None:

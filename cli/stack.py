@@ -117,6 +117,11 @@ def _secret(home: Path, name: str, prefix: str = "") -> str:
     return path.read_text().strip()
 
 
+def admin_token(home: Path) -> str:
+    """Secret of the local stack's administrator."""
+    return _secret(home, "admin_token", "mra_local_")
+
+
 def _redis(home: Path, run: Path) -> ChildSpec:
     data = home / "redis"
     data.mkdir(mode=0o700, exist_ok=True)
@@ -148,7 +153,8 @@ def lay_out(options: StackOptions) -> StackLayout:
 
     database = f"sqlite:///{options.home / 'usage' / 'ledger.sqlite3'}"
     quiet = {"metrics_listen": "127.0.0.1:0"}
-    specs = [_redis(options.home, run), service("usage", quiet | {"database_url": database, "bootstrap_key": key})]
+    accounts = {"database_url": database, "bootstrap_key": key, "admin_token": admin_token(options.home)}
+    specs = [_redis(options.home, run), service("usage", quiet | accounts)]
     for number in range(1, options.workers + 1):
         specs.append(service("worker", quiet | {"model": options.model}, str(number)))
     specs += [

@@ -18,7 +18,7 @@ from services.common.errors import InvalidRequest, StoreUnavailable
 
 PRELUDES: Final = {
     **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish"), ("common", "queue")),
-    **dict.fromkeys(("reserve", "renew", "renew_budget", "settle"), ("common", "quota")),
+    **dict.fromkeys(("reserve", "renew", "renew_budget", "settle", "spent"), ("common", "quota")),
     "members": ("common",),
 }
 _AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.OutOfMemoryError)

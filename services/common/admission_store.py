@@ -7,6 +7,7 @@ StoreUnavailable when Redis is away. Used by gateway, router, worker and usage.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -24,17 +25,18 @@ from services.common.admission_types import (
     Pool,
     PoolCaps,
     Queued,
-    QuotaLimits,
     Refusal,
     RequestPhase,
     RequestRecord,
     Reserve,
+    Spent,
     Terminal,
     Unsettled,
     WorkerRecord,
 )
 from services.common.clock import Clock, SystemClock
 from services.common.errors import StoreUnavailable
+from services.common.key_records import dump_key, load_key
 from services.common.redis_client import MAX_BLOCK_MS
 from services.common.streams import pairs
 
@@ -51,6 +53,7 @@ _RECORD = ("state", "epoch", "owner", "gw", "attempt", "terminal", "reason", "te
 _WORKERS = [slot_key("registry", name) for name in ("workers", "worker_info", "pools")]
 _GATEWAYS = [slot_key("registry", name) for name in ("gateways", "gateway_info", "pools")]
 _KEYS = slot_key("keys", "table")
+_EPOCH_DAY = datetime.date(1970, 1, 1).toordinal()
 
 
 def usage_stream(pool: Pool) -> str:
@@ -83,19 +86,30 @@ class AdmissionStore:
     # --- tenant slot -------------------------------------------------------------------------------------------
     async def reserve(self, ask: Reserve) -> Refusal | None:
         """Reserve requests, tokens, concurrency and budget, all or nothing; None when granted. Idempotent by id."""
-        limits = dataclasses.astuple(ask.limits)
+        tokens = (ask.prompt_tokens, ask.output_tokens, ask.lease_tokens)
         keys = [slot_key(ask.tenant, "live")]
-        reply = await self._run("reserve", keys, ask.request_id, ask.tokens, ask.budget_tokens, *limits)
-        return Refusal(reply[0].decode(), int(reply[1])) if reply else None
+        reply = await self._run("reserve", keys, ask.request_id, ask.key_id, *tokens, *ask.prices, *_limit_args(ask))
+        if not reply:
+            return None
+        return Refusal(reply[0].decode(), int(reply[1]), reply[3].decode(), of_key=reply[2] != b"")
 
     async def renew_reservations(self, tenant: str, request_ids: Sequence[str]) -> None:
         """Extend reservations by 30 s."""
         for ids in _batches(request_ids):
             await self._run("renew", [slot_key(tenant, "live")], *ids)
 
-    async def renew_budget(self, tenant: str, request_id: str, tokens: int, budget_limit: int | None) -> int:
-        """Lease up to `tokens` more of the budget; returns the tokens granted, 0 when none is left."""
-        return int(await self._run("renew_budget", [slot_key(tenant, "live")], request_id, tokens, budget_limit))
+    async def renew_budget(self, ask: Reserve, tokens: int) -> int:
+        """Lease up to `tokens` of the budgets on top of the `ask.lease_tokens` held; returns the tokens granted."""
+        args = (ask.request_id, ask.key_id, ask.prompt_tokens, ask.lease_tokens, tokens, *ask.prices)
+        return int(await self._run("renew_budget", [slot_key(ask.tenant, "live")], *args, *_limit_args(ask)))
+
+    async def raise_spent(self, tenant: str, key_id: str, spent: Spent, settled: Spent) -> None:
+        """Say what the ledger has billed a tenant (empty `key_id`) or a key: its budgets admit from then on.
+
+        `settled` is what it had billed when all of that was settled; where spending is known, only that counts.
+        """
+        args = (*_spent_args(spent), *_spent_args(settled))
+        await self._run("spent", [slot_key(tenant, "live")], key_id, *args)
 
     async def release(self, tenant: str, request_id: str) -> None:
         """Undo a reservation whose enqueue was refused; nothing is spent."""
@@ -291,11 +305,11 @@ class AdmissionStore:
             complete, value = await self._redis.hmget(_KEYS, ("complete", digest.hex()))
         if complete is None:
             raise StoreUnavailable("The table of keys is being rebuilt.", retry_after_s=1.0)
-        return None if value is None else _key_record(json.loads(value))
+        return None if value is None else load_key(value)
 
     async def replace_keys(self, keys: dict[bytes, KeyRecord]) -> None:
         """Rebuild the hot copy from truth and set its `complete` marker."""
-        rows = {digest.hex(): json.dumps(dataclasses.asdict(key)) for digest, key in keys.items()}
+        rows = {digest.hex(): dump_key(key) for digest, key in keys.items()}
         with store_errors():
             pipe = self._redis.pipeline(transaction=True)
             pipe.delete(_KEYS)
@@ -305,7 +319,7 @@ class AdmissionStore:
     async def put_key(self, digest: bytes, key: KeyRecord) -> None:
         """Add or change one key of the hot copy."""
         with store_errors():
-            await self._redis.hset(_KEYS, digest.hex(), json.dumps(dataclasses.asdict(key)))
+            await self._redis.hset(_KEYS, digest.hex(), dump_key(key))
 
     def _prebuilt_event(
         self, pool: Pool, entry: admission_pb2.AdmissionEntry, remaining_ms: int | None
@@ -339,6 +353,15 @@ def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
     return [items[i : i + BATCH] for i in range(0, len(items), BATCH)]
 
 
+def _limit_args(ask: Reserve) -> tuple[int | None, ...]:
+    return dataclasses.astuple(ask.limits) + (dataclasses.astuple(ask.key_limits) if ask.key_id else ())
+
+
+def _spent_args(spent: Spent) -> tuple[int, ...]:
+    day, month = spent.day.toordinal() - _EPOCH_DAY, spent.day.year * 12 + spent.day.month - 1
+    return spent.total_tokens, day, spent.day_tokens, spent.day_nanos, month, spent.month_tokens, spent.month_nanos
+
+
 def _terminal_args(t: Terminal) -> tuple[str | int | bytes, ...]:
     billed = t.event.billed.prompt_token_count + t.event.billed.completion_token_count
     event = t.event.SerializeToString()
@@ -362,8 +385,3 @@ def _record(request_id: str, row: Sequence[bytes | None]) -> RequestRecord | Non
         claim_id=text[8],
         prebuilt_event=row[9] or b"",
     )
-
-
-def _key_record(fields: dict[str, Any]) -> KeyRecord:
-    limits = QuotaLimits(**fields.pop("limits"))
-    return KeyRecord(**{**fields, "models": tuple(fields["models"])}, limits=limits)

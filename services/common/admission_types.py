@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
+from collections.abc import Mapping
 
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
@@ -30,12 +32,27 @@ class Pool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QuotaLimits:
-    """Limits of one tenant (or key); None is unlimited."""
+    """Limits of one tenant or key; None is unlimited. Days and months are UTC; nanos are 10⁻⁹ of the currency unit.
+
+    The scripts take the fields in this order.
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     budget_tokens: int | None = None
+    input_tokens_per_minute: int | None = None
+    output_tokens_per_minute: int | None = None
+    daily_budget_tokens: int | None = None
+    monthly_budget_tokens: int | None = None
+    daily_budget_nanos: int | None = None
+    monthly_budget_nanos: int | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether anything but rates and concurrency is limited."""
+        budgets = (self.daily_budget_tokens, self.monthly_budget_tokens, self.daily_budget_nanos)
+        return any(limit is not None for limit in (self.budget_tokens, *budgets, self.monthly_budget_nanos))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,21 +68,45 @@ class PoolCaps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reserve:
-    """Ask of `reserve`: `tokens` = prompt + max_tokens × n for rates, `budget_tokens` = prompt + at most 64."""
+    """What a request may use: `output_tokens` = max_tokens × n of rates, `lease_tokens` = prompt + ≤ 64 of budgets.
+
+    `prices` are nanos per token of input and of output. Without a `key_id` only the tenant's limits count.
+    """
 
     tenant: str
     request_id: str
-    tokens: int
-    budget_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    lease_tokens: int
     limits: QuotaLimits
+    key_id: str = ""
+    key_limits: QuotaLimits = QuotaLimits()
+    prices: tuple[int, int] = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spent:
+    """Tokens and nanos that the ledger says were billed: ever, in the UTC day and in the month of `day`."""
+
+    day: datetime.date
+    total_tokens: int = 0
+    day_tokens: int = 0
+    day_nanos: int = 0
+    month_tokens: int = 0
+    month_nanos: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the store said no. `reason` is a reason of the error table; `retry_after_ms` the measured wait."""
+    """Why the store said no. `reason` is of the error table; `retry_after_ms` the measured wait, 0 if none helps.
+
+    `limit` is the field of QuotaLimits that is reached, `of_key` whether it is the key's own or the tenant's.
+    """
 
     reason: str
     retry_after_ms: int
+    limit: str = ""
+    of_key: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,8 +216,21 @@ class WorkerRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LengthCap:
+    """Most tokens of a prompt and of an answer (each choice); None is the model's own limit."""
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """Hot copy of one API key and its tenant's limits; found by the SHA-256 of the secret."""
+    """Hot copy of one API key with what holds for it; found by the SHA-256 of the secret.
+
+    `limits` are the tenant's, shared by its keys, `key_limits` the key's own; both hold. All else is the stricter of
+    the two: `length_caps` by model name, `*` for the rest; `queued_requests` bounds what the tenant may have in a queue
+    when a request of this key comes; `prices` by model, nanos per token of input and output.
+    """
 
     key_id: str
     tenant: str
@@ -186,3 +240,9 @@ class KeyRecord:
     limits: QuotaLimits
     expires_at: float | None = None
     revoked: bool = False
+    key_limits: QuotaLimits = QuotaLimits()
+    scopes: tuple[str, ...] = ("inference",)
+    batch_only: bool = False
+    queued_requests: int | None = None
+    length_caps: Mapping[str, LengthCap] = dataclasses.field(default_factory=dict)
+    prices: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)

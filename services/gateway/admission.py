@@ -18,10 +18,10 @@ from millrace.common.v1 import admission_pb2, common_pb2
 from opentelemetry import trace
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import KeyRecord, Pool, PoolCaps, Refusal, Reserve
+from services.common.admission_types import KeyRecord, Pool, PoolCaps, Refusal
 from services.common.block_hash import chain_hashes, pack_tokens, root_hash, truncated
 from services.common.clock import Clock
-from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker, StoreUnavailable, error_of
+from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker, StoreUnavailable
 from services.common.lifecycle import new_ulid
 from services.common.metrics import Metrics
 from services.common.telemetry import traceparent_of, tracer
@@ -29,7 +29,8 @@ from services.gateway.generation import Generation, ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels, length_class
 from services.gateway.request_metrics import RequestMeter, label_of
-from services.gateway.requests import BUDGET_LEASE_TOKENS, RequestCore, RequestLimits
+from services.gateway.requests import RequestCore, RequestLimits
+from services.gateway.reservations import first_lease, has_budget, refused, reservation
 from services.gateway.tasks import Tasks
 
 RETRY_AFTER_S = 1.0
@@ -37,14 +38,6 @@ STORE_PATIENCE_S = 3.0
 # Above this many prompt tokens the block hashes are computed in a thread.
 _THREAD_TOKENS = 8_192
 _ULID_CHARS = 26
-_REFUSALS = {
-    "REQUESTS_PER_MINUTE": "The limit of requests per minute is reached.",
-    "TOKENS_PER_MINUTE": "The limit of tokens per minute is reached.",
-    "CONCURRENT_REQUESTS": "The limit of concurrent requests is reached.",
-    "QUEUE_SHARE": "Too many requests of this tenant are queued.",
-    "BUDGET_EXHAUSTED": "The token budget is used up.",
-    "QUEUE_FULL": "The queue of this model is full.",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,29 +149,25 @@ class AdmissionGenerator:
             key, request.model.pool, entry, ClientLabels(request.user, request.metadata), span, received_at
         )
         sampling = request.sampling
-        most = sampling.max_token_count * sampling.choice_count
         limits = RequestLimits(
             choice_count=sampling.choice_count,
             max_token_count=sampling.max_token_count,
             deadline=received_at + request.timeout_s,
             resumes=request.resume_policy != common_pb2.RESUME_POLICY_FAIL,
-            budget_tokens=min(BUDGET_LEASE_TOKENS, most) if key.limits.budget_tokens is not None else None,
+            budget_tokens=first_lease(entry) if has_budget(key) else None,
         )
         meter = RequestMeter(self._metrics, _labels(entry, self._metrics), received_at)
         return LiveRequest(facts, RequestCore(limits, now=received_at), self._table, meter)
 
     async def _admit(self, live: LiveRequest) -> None:
         facts, limits = live.facts, live.core.limits
-        tenant, prompt = facts.key.tenant, len(facts.entry.token_ids)
-        most = limits.max_token_count * limits.choice_count
-        ask = Reserve(
-            tenant, facts.request_id, prompt + most, prompt + min(BUDGET_LEASE_TOKENS, most), facts.key.limits
-        )
+        tenant = facts.key.tenant
+        ask = reservation(facts.key, facts.entry, first_lease(facts.entry))
         try:
             async with _patience():
                 refusal = await self._store.reserve(ask)
             if refusal is not None:
-                raise _refused(refusal)
+                raise refused(refusal)
         except (StoreUnavailable, asyncio.CancelledError):
             self._tasks.spawn(self._release(tenant, facts.request_id), name="release")
             raise
@@ -187,7 +176,7 @@ class AdmissionGenerator:
         try:
             async with _patience():
                 answer = await self._store.enqueue(
-                    facts.pool, facts.entry, self._settings.caps, remaining_ms=max(1, remaining_ms)
+                    facts.pool, facts.entry, self._caps_of(facts.key), remaining_ms=max(1, remaining_ms)
                 )
         except BaseException as error:
             # It may stand in the queue: end it the way of every admitted request, behind the caller's back.
@@ -196,7 +185,7 @@ class AdmissionGenerator:
         if isinstance(answer, Refusal):
             self._table.forget(live)
             await self._release(tenant, facts.request_id)
-            raise _refused(answer)
+            raise refused(answer)
         live.position = answer.position
         live.admitted = True
         live.watch_deadline()
@@ -223,6 +212,12 @@ class AdmissionGenerator:
         except StoreUnavailable:
             return
 
+    def _caps_of(self, key: KeyRecord) -> PoolCaps:
+        caps = self._settings.caps
+        if key.queued_requests is None:
+            return caps
+        return dataclasses.replace(caps, tenant_requests=min(caps.tenant_requests, key.queued_requests))
+
     def _entry(self, key: KeyRecord, request: ValidRequest) -> admission_pb2.AdmissionEntry:
         card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
         salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + key.tenant.encode(), hashlib.sha256)
@@ -233,7 +228,7 @@ class AdmissionGenerator:
             project=key.project,
             model=card.model,
             pool=_pool_ref(pool),
-            priority_class=request.priority_class,
+            priority_class=common_pb2.PRIORITY_CLASS_BATCH if key.batch_only else request.priority_class,
             length_class=length_class(len(prompt), request.sampling.max_token_count),
             tokenizer_digest=card.tokenizer_digest,
             token_ids=prompt,
@@ -267,12 +262,6 @@ def _block_hashes(request: ValidRequest, salt: bytes) -> list[int]:
 
 def _pool_ref(pool: Pool) -> common_pb2.PoolRef:
     return common_pb2.PoolRef(model=pool.model, pool=pool.pool, shard=pool.shard)
-
-
-def _refused(refusal: Refusal) -> MillraceError:
-    error = error_of(refusal.reason, _REFUSALS.get(refusal.reason, "The request was refused."))
-    error.retry_after_s = max(1.0, refusal.retry_after_ms / 1000)
-    return error
 
 
 def _labels(entry: admission_pb2.AdmissionEntry, metrics: Metrics) -> tuple[str, str, str, str, str]:

@@ -15,11 +15,12 @@ from typing import Protocol
 
 from services.common.admission_types import KeyRecord
 from services.common.clock import Clock
-from services.common.errors import StoreUnavailable, Unauthenticated
+from services.common.errors import PermissionDenied, StoreUnavailable, Unauthenticated
 
 CACHE_S = 2.0
 LAST_KNOWN_GOOD_S = 60.0
 MAX_SECRET_CHARS = 256
+INFERENCE = "inference"
 _MAX_CACHED = 8_192
 
 
@@ -46,7 +47,8 @@ class CachedKeyRing:
         self._asking: dict[bytes, asyncio.Future[_Known]] = {}
 
     async def authenticate(self, authorization: str | None) -> KeyRecord:
-        """The key behind `Bearer <secret>`. Raises Unauthenticated, or StoreUnavailable when it cannot be known."""
+        """The key behind `Bearer <secret>`. Raises Unauthenticated, PermissionDenied for a key of another scope, or
+        StoreUnavailable when it cannot be known."""
         digest = hashlib.sha256(_secret_of(authorization).encode()).digest()
         known = self._cache.get(digest)
         if known is None or self._clock.monotonic() - known.read_at >= CACHE_S:
@@ -59,6 +61,8 @@ class CachedKeyRing:
             raise Unauthenticated("The API key was revoked.")
         if key.expires_at is not None and self._clock.wall() >= key.expires_at:
             raise Unauthenticated("The API key has expired.")
+        if INFERENCE not in key.scopes:
+            raise PermissionDenied("This API key may not ask for inference.")
         return key
 
     async def _ask(self, digest: bytes, known: _Known | None) -> _Known:

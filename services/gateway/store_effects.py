@@ -16,6 +16,7 @@ from services.gateway.live_requests import LiveRequest, LiveTable
 from services.gateway.outbox import OutboxRecord
 from services.gateway.publisher import UsagePublisher
 from services.gateway.requests import Own, Readmit
+from services.gateway.reservations import reservation
 from services.gateway.tasks import Tasks
 from services.gateway.worker_pool import WorkerPool
 
@@ -110,9 +111,9 @@ class StoreEffects:
         return core.ended or core.error is not None or core.attempt != attempt
 
     async def _renew_budget(self, request: LiveRequest, tokens: int) -> None:
-        key = request.facts.key
+        ask = reservation(request.facts.key, request.facts.entry, request.core.budget or 0)
         try:
-            granted = await self._store.renew_budget(key.tenant, request.request_id, tokens, key.limits.budget_tokens)
+            granted = await self._store.renew_budget(ask, tokens)
         except StoreUnavailable:
             # Running streams go on while Redis is away.
             granted = tokens

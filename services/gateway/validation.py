@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from millrace.common.v1 import common_pb2
 
-from services.common.admission_types import KeyRecord
+from services.common.admission_types import KeyRecord, LengthCap
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from services.gateway.chat_template import guarded_variables
 from services.gateway.generation import ModelDirectory, ServedModel, ValidRequest
@@ -62,7 +62,7 @@ class Validator:
         if not 0 < timeout_s <= limits.timeout_s:
             raise InvalidRequest(f"`timeout_s` must be above 0 and at most {limits.timeout_s:g}.", param="timeout_s")
         prompt = await self.tokenise(model, draft.prompt)
-        max_tokens = self._check_fit(model, draft, len(prompt))
+        max_tokens = self._check_fit(model, draft, len(prompt), cap_of(key, model.card.model))
         bad_words = [model.tokenizer.encode(word) for word in draft.sampling.bad_words]
         reasoning = model.reasoning if chat is not None else None
         return ValidRequest(
@@ -142,8 +142,8 @@ class Validator:
             return await asyncio.to_thread(model.tokenizer.encode, text)
         return model.tokenizer.encode(text)
 
-    def _check_fit(self, model: ServedModel, draft: RequestDraft, prompt_count: int) -> int:
-        """Largest output in tokens. The rule: prompt + output <= max_model_len, exactly."""
+    def _check_fit(self, model: ServedModel, draft: RequestDraft, prompt_count: int, cap: LengthCap) -> int:
+        """Largest output in tokens. The rule: prompt + output <= max_model_len, exactly, each within the key's cap."""
         card, limits, sent = model.card, self.limits, draft.sampling.max_tokens
         chat = isinstance(draft.prompt, ChatPrompt)
         field = "messages" if chat else "prompt"
@@ -151,7 +151,14 @@ class Validator:
         context = min(card.max_model_len, card.block_count * card.block_size)
         room = context - prompt_count
         default = limits.default_chat_tokens if chat else limits.default_completion_tokens
-        wanted = min(default, max(room, 1)) if sent is None else sent
+        if cap.prompt_tokens is not None and prompt_count > cap.prompt_tokens:
+            message = f"The prompt has {prompt_count} tokens; this key may send {cap.prompt_tokens} to this model."
+            raise InvalidRequest(message, param=field)
+        most = default if cap.output_tokens is None else min(default, cap.output_tokens)
+        wanted = min(most, max(room, 1)) if sent is None else sent
+        if cap.output_tokens is not None and wanted > cap.output_tokens:
+            message = f"`max_tokens` is {wanted}; this key may ask this model for {cap.output_tokens}."
+            raise InvalidRequest(message, param="max_tokens")
         if wanted > context:
             message = f"`max_tokens` is {wanted}; this model's context is {context} tokens."
             raise InvalidRequest(message, param="max_tokens")
@@ -164,6 +171,13 @@ class Validator:
         if (draft.sampling.min_tokens or 0) > wanted:
             raise InvalidRequest(f"`min_tokens` is larger than the {wanted} tokens asked for.", param="min_tokens")
         return wanted
+
+
+def cap_of(key: KeyRecord, model: common_pb2.ModelRef) -> LengthCap:
+    """The cap of this version, else of the model, else of all models."""
+    caps = key.length_caps
+    found = (caps[name] for name in (f"{model.model}@{model.version}", model.model, "*") if name in caps)
+    return next(found, LengthCap())
 
 
 def _check_bytes(field: str, size: int, most: int, context: int) -> None:

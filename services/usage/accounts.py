@@ -1,4 +1,4 @@
-"""Tenants and API keys. Truth is the database; Redis holds a hot copy that gateways read, rebuilt from truth.
+"""Tenants, projects and API keys. Truth is the database; each change leaves its audit record in the same transaction.
 
 A secret is `mr_<key id>_<random>`; only its SHA-256 is stored, and it is shown once, in the answer that creates it.
 """
@@ -11,134 +11,184 @@ import hashlib
 import re
 import secrets
 import string
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
-import structlog
 from sqlalchemy.exc import IntegrityError
 
-from services.common.admission_store import AdmissionStore
-from services.common.admission_types import KeyRecord, QuotaLimits
 from services.common.clock import Clock
-from services.common.errors import InvalidRequest, NotFound, StoreUnavailable
-from services.usage.schema import api_keys, tenants
+from services.common.errors import InvalidRequest, NotFound
+from services.usage.audit import Act, record, shown
+from services.usage.hot_copy import HotCopy
+from services.usage.policies import MAX_MODELS, MAX_TEXT, Policy, check_policy, policy_to_json
+from services.usage.schema import api_keys, projects, tenants
 from services.usage.store import Store
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-MAX_TEXT = 256
-MAX_MODELS = 64
 # 24 of 62 characters are 142 random bits.
 SECRET_CHARS = 24
 ALPHABET = string.ascii_letters + string.digits
 OWN_SECRET = re.compile(r"mr_[0-9A-Za-z]{1,32}_[0-9A-Za-z]{16,128}")
-REBUILD_EVERY_S = 30.0
-CHECK_EVERY_S = 1.0
 DEMO_TENANT = "demo"
+SCOPES = ("inference", "usage:read")
+MAX_OVERLAP = timedelta(days=90)
+# Who acts when no administrator does.
+SYSTEM = "system"
+Row = sa.Row[Any]
+Condition = sa.ColumnElement[bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantSpec:
-    """What a tenant is created with; `weight` > 0 is its share against other tenants."""
+    """What a tenant is created with."""
 
     tenant: str
     display_name: str = ""
-    limits: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)
-    queued_requests: int | None = None
-    weight: float = 1.0
+    policy: Policy = dataclasses.field(default_factory=Policy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeySpec:
-    """What a key is created with; no models means all of the tenant's."""
+    """What a key is created with; no models means all of the tenant's. `policy` holds beside the tenant's."""
 
     tenant: str
     display_name: str = ""
     models: tuple[str, ...] = ()
     expire_time: datetime | None = None
     project: str = ""
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    scopes: tuple[str, ...] = ("inference",)
 
 
 class Accounts:
-    """Creates, lists and revokes; keeps the hot copy true."""
+    """Creates, lists, changes and revokes. `actor` is who does it, for the audit trail."""
 
-    def __init__(self, store: Store, admission: AdmissionStore, clock: Clock) -> None:
+    def __init__(self, store: Store, hot_copy: HotCopy, clock: Clock) -> None:
         self._store = store
-        self._admission = admission
+        self._hot_copy = hot_copy
         self._clock = clock
-        # The hot copy may differ from the database: rebuild it as soon as Redis answers.
-        self._stale = True
 
-    async def create_tenant(self, spec: TenantSpec) -> sa.Row[Any]:
-        """Raises InvalidRequest for a bad or taken name or a limit below 1."""
-        _check_tenant(spec)
+    async def create_tenant(self, spec: TenantSpec, actor: str = SYSTEM) -> Row:
+        """Raises InvalidRequest for a bad or taken name or a limit out of its range."""
+        check_name("tenant", spec.tenant)
+        check_text("display_name", spec.display_name)
+        check_policy(spec.policy)
         row = {
             "tenant": spec.tenant,
             "display_name": spec.display_name,
-            **dataclasses.asdict(spec.limits),
-            "queued_requests": spec.queued_requests,
-            "weight": spec.weight,
+            "policy": policy_to_json(spec.policy),
             "create_time": self._now(),
         }
-        try:
-            await self._store.write(lambda connection: connection.execute(sa.insert(tenants), row))
-        except IntegrityError:
-            raise InvalidRequest(f"The tenant {spec.tenant} exists already.", param="tenant") from None
-        return (await self._select(sa.select(tenants).where(tenants.c.tenant == spec.tenant)))[0]
 
-    async def list_tenants(self) -> Sequence[sa.Row[Any]]:
+        def work(connection: sa.Connection) -> Row:
+            connection.execute(sa.insert(tenants), row)
+            return self._acted(connection, tenants, tenants.c.tenant == spec.tenant, "tenant.create", actor)
+
+        return await self._write(work, InvalidRequest(f"The tenant {spec.tenant} exists already.", param="tenant"))
+
+    async def update_tenant(self, tenant: str, change: Callable[[Row], dict[str, Any]], actor: str = SYSTEM) -> Row:
+        """Set the columns that `change` makes of the row as it stands. Raises NotFound, InvalidRequest."""
+        where = tenants.c.tenant == tenant
+
+        def work(connection: sa.Connection) -> Row:
+            before = _find(connection, tenants, where, f"There is no tenant {tenant}.", "tenant")
+            connection.execute(sa.update(tenants).where(where).values(change(before)))
+            return self._acted(connection, tenants, where, "tenant.update", actor, before)
+
+        row = await self._store.write(work)
+        await self._hot_copy.publish(api_keys.c.tenant == tenant)
+        return row
+
+    async def list_tenants(self) -> Sequence[Row]:
         """Every tenant, by name."""
         return await self._select(sa.select(tenants).order_by(tenants.c.tenant))
 
-    async def create_key(self, spec: KeySpec, secret: str | None = None) -> tuple[sa.Row[Any], str]:
+    async def create_project(self, tenant: str, project: str, display_name: str, actor: str = SYSTEM) -> Row:
+        """Raises NotFound for an unknown tenant, InvalidRequest for a bad or taken name."""
+        check_name("project", project)
+        check_text("display_name", display_name)
+
+        def work(connection: sa.Connection) -> Row:
+            _find(connection, tenants, tenants.c.tenant == tenant, f"There is no tenant {tenant}.", "tenant")
+            return self._add_project(connection, tenant, project, display_name, actor)
+
+        return await self._write(work, InvalidRequest(f"The project {project} exists already.", param="project"))
+
+    async def list_projects(self, tenant: str) -> Sequence[Row]:
+        """Projects of a tenant, or of all for the empty name."""
+        query = sa.select(projects).order_by(projects.c.tenant, projects.c.project)
+        return await self._select(query.where(projects.c.tenant == tenant) if tenant else query)
+
+    async def create_key(self, spec: KeySpec, secret: str | None = None, actor: str = SYSTEM) -> tuple[Row, str]:
         """A new key and its secret. Raises NotFound for an unknown tenant, InvalidRequest for bad fields."""
         _check_key(spec, self._now())
-        key_id = secrets.token_hex(6)
-        if secret is None:
-            secret = f"mr_{key_id}_{''.join(secrets.choice(ALPHABET) for _ in range(SECRET_CHARS))}"
-        row = {
-            "key_id": key_id,
-            "tenant": spec.tenant,
-            "project": spec.project,
-            "display_name": spec.display_name,
-            "digest": digest_of(secret),
-            "prefix": secret.rpartition("_")[0],
-            "models": list(spec.models),
-            "create_time": self._now(),
-            "expire_time": spec.expire_time,
-        }
+        row, secret = self._new_key(spec, secret)
 
-        def insert(connection: sa.Connection) -> None:
-            if connection.execute(sa.select(tenants.c.tenant).where(tenants.c.tenant == spec.tenant)).first() is None:
-                raise NotFound(f"There is no tenant {spec.tenant}.", param="tenant")
+        def work(connection: sa.Connection) -> Row:
+            where = tenants.c.tenant == spec.tenant
+            _find(connection, tenants, where, f"There is no tenant {spec.tenant}.", "tenant")
+            known = sa.and_(projects.c.tenant == spec.tenant, projects.c.project == spec.project)
+            if spec.project and connection.execute(sa.select(projects).where(known)).first() is None:
+                self._add_project(connection, spec.tenant, spec.project, "", actor)
             connection.execute(sa.insert(api_keys), row)
+            return self._acted(connection, api_keys, api_keys.c.key_id == row["key_id"], "key.create", actor)
 
-        try:
-            await self._store.write(insert)
-        except IntegrityError:
-            raise InvalidRequest("This key exists already.", param="key_id") from None
-        await self._publish(key_id)
-        return (await self._select(sa.select(api_keys).where(api_keys.c.key_id == key_id)))[0], secret
+        made = await self._write(work, InvalidRequest("This key exists already.", param="key_id"))
+        await self._hot_copy.publish(api_keys.c.key_id == made.key_id)
+        return made, secret
 
-    async def list_keys(self, tenant: str) -> Sequence[sa.Row[Any]]:
+    async def update_key(self, key_id: str, change: Callable[[Row], dict[str, Any]], actor: str = SYSTEM) -> Row:
+        """Set the columns that `change` makes of the row as it stands. Raises NotFound, InvalidRequest."""
+        row = await self._store.write(lambda connection: self._change_key(connection, key_id, change, actor))
+        await self._hot_copy.publish(api_keys.c.key_id == key_id)
+        return row
+
+    async def rotate_key(self, key_id: str, overlap: timedelta, actor: str = SYSTEM) -> tuple[Row, str, Row]:
+        """A new key that may do what the old one may, its secret, and the old key, which ends after the overlap.
+
+        Raises NotFound, and InvalidRequest for a key that has ended or an overlap below 0 or above 90 days.
+        """
+        if not timedelta() <= overlap <= MAX_OVERLAP:
+            raise InvalidRequest("overlap must be between 0 and 90 days.", param="overlap")
+        now = self._now()
+
+        def work(connection: sa.Connection) -> tuple[Row, str, Row]:
+            old = _find(connection, api_keys, api_keys.c.key_id == key_id, f"There is no key {key_id}.", "key_id")
+            if old.revoke_time is not None or (old.expire_time is not None and old.expire_time <= now):
+                raise InvalidRequest("A key that has ended cannot be rotated; create a new one.", param="key_id")
+            row, secret = self._new_key(KeySpec(old.tenant, old.display_name, project=old.project))
+            row |= {name: getattr(old, name) for name in ("models", "expire_time", "policy", "scopes")}
+            connection.execute(sa.insert(api_keys), row)
+            made = self._acted(connection, api_keys, api_keys.c.key_id == row["key_id"], "key.create", actor)
+            ends = min(now + overlap, old.expire_time or datetime.max.replace(tzinfo=UTC))
+            return made, secret, self._change_key(connection, key_id, lambda _: {"expire_time": ends}, actor)
+
+        made, secret, old = await self._store.write(work)
+        await self._hot_copy.publish(api_keys.c.key_id.in_([made.key_id, key_id]))
+        return made, secret, old
+
+    async def list_keys(self, tenant: str) -> Sequence[Row]:
         """Keys of a tenant, or of all for the empty name; newest last."""
         query = sa.select(api_keys).order_by(api_keys.c.create_time, api_keys.c.key_id)
         return await self._select(query.where(api_keys.c.tenant == tenant) if tenant else query)
 
-    async def revoke_key(self, key_id: str) -> sa.Row[Any]:
+    async def revoke_key(self, key_id: str, actor: str = SYSTEM) -> Row:
         """Revoke now; gateways refuse it once their two-second cache is over. Idempotent. Raises NotFound."""
-        change = (
-            sa.update(api_keys)
-            .where(api_keys.c.key_id == key_id, api_keys.c.revoke_time.is_(None))
-            .values(revoke_time=self._now())
-        )
-        await self._store.write(lambda connection: connection.execute(change))
-        rows = await self._select(sa.select(api_keys).where(api_keys.c.key_id == key_id))
-        if not rows:
-            raise NotFound(f"There is no key {key_id}.", param="key_id")
-        await self._publish(key_id)
-        return rows[0]
+        now = self._now()
+
+        def work(connection: sa.Connection) -> Row:
+            where = api_keys.c.key_id == key_id
+            before = _find(connection, api_keys, where, f"There is no key {key_id}.", "key_id")
+            if before.revoke_time is not None:
+                return before
+            connection.execute(sa.update(api_keys).where(where).values(revoke_time=now))
+            return self._acted(connection, api_keys, where, "key.revoke", actor, before)
+
+        row = await self._store.write(work)
+        await self._hot_copy.publish(api_keys.c.key_id == key_id)
+        return row
 
     async def bootstrap(self, secret: str) -> None:
         """Make sure that the tenant demo exists and that `secret` is one of its keys. Idempotent."""
@@ -152,59 +202,68 @@ class Accounts:
             with contextlib.suppress(InvalidRequest):
                 await self.create_key(KeySpec(DEMO_TENANT, display_name="bootstrap"), secret)
 
-    async def rebuild_hot_copy(self) -> None:
-        """Replace all of Redis' copy by what the database says. Raises StoreUnavailable.
+    def _change_key(
+        self, connection: sa.Connection, key_id: str, change: Callable[[Row], dict[str, Any]], actor: str
+    ) -> Row:
+        where = api_keys.c.key_id == key_id
+        before = _find(connection, api_keys, where, f"There is no key {key_id}.", "key_id")
+        connection.execute(sa.update(api_keys).where(where).values(change(before)))
+        return self._acted(connection, api_keys, where, "key.update", actor, before)
 
-        What changes in the database while the copy is written is written after it: a key that was revoked meanwhile,
-        here or by another usage service, does not come back to life.
-        """
-        self._stale = False
+    def _add_project(self, connection: sa.Connection, tenant: str, project: str, text: str, actor: str) -> Row:
+        row = {"tenant": tenant, "project": project, "display_name": text, "create_time": self._now()}
+        connection.execute(sa.insert(projects), row)
+        where = sa.and_(projects.c.tenant == tenant, projects.c.project == project)
+        return self._acted(connection, projects, where, "project.create", actor)
+
+    def _new_key(self, spec: KeySpec, secret: str | None = None) -> tuple[dict[str, Any], str]:
+        key_id = secrets.token_hex(6)
+        if secret is None:
+            secret = f"mr_{key_id}_{random_text()}"
+        return {
+            "key_id": key_id,
+            "tenant": spec.tenant,
+            "project": spec.project,
+            "display_name": spec.display_name,
+            "digest": digest_of(secret),
+            "prefix": secret.rpartition("_")[0],
+            "models": list(spec.models),
+            "create_time": self._now(),
+            "expire_time": spec.expire_time,
+            "policy": policy_to_json(spec.policy),
+            "scopes": list(spec.scopes),
+        }, secret
+
+    def _acted(
+        self,
+        connection: sa.Connection,
+        table: sa.Table,
+        where: Condition,
+        action: str,
+        actor: str,
+        before: Row | None = None,
+    ) -> Row:
+        """The row as it now is, its change on record."""
+        after = connection.execute(sa.select(table).where(where)).one()
+        subject = {"tenant": "tenant", "project": "project", "key": "key_id"}[action.partition(".")[0]]
+        act = Act(
+            actor,
+            action,
+            after.tenant,
+            getattr(after, subject),
+            None if before is None else shown(before),
+            shown(after),
+        )
+        record(connection, act, self._now())
+        return after
+
+    async def _write(self, work: Callable[[sa.Connection], Row], taken: InvalidRequest) -> Row:
         try:
-            written = await self._records(sa.true())
-            await self._admission.replace_keys(written)
-            while changed := _changes(written, await self._records(sa.true())):
-                for digest, record in changed.items():
-                    await self._admission.put_key(digest, record)
-                written |= changed
-        except BaseException:
-            self._stale = True
-            raise
+            return await self._store.write(work)
+        except IntegrityError:
+            raise taken from None
 
-    async def keep_hot_copy(self) -> None:
-        """For ever: rebuild at start, each 30 s, and within a second once Redis has lost it or missed a change."""
-        due = 0.0
-        while True:
-            try:
-                if self._stale or self._clock.monotonic() >= due or await self._copy_is_gone():
-                    await self.rebuild_hot_copy()
-                    due = self._clock.monotonic() + REBUILD_EVERY_S
-            except StoreUnavailable as error:
-                structlog.get_logger().warning("hot_copy_waits", error=error.message)
-            await self._clock.sleep(CHECK_EVERY_S)
-
-    async def _copy_is_gone(self) -> bool:
-        try:
-            await self._admission.lookup_key(b"")
-        except StoreUnavailable:
-            return True
-        return False
-
-    async def _publish(self, key_id: str) -> None:
-        records = await self._records(api_keys.c.key_id == key_id)
-        try:
-            for digest, record in records.items():
-                await self._admission.put_key(digest, record)
-        except StoreUnavailable as error:
-            # The database has it, which is what counts; gateways cannot look keys up now either.
-            self._stale = True
-            structlog.get_logger().warning("hot_copy_waits", error=error.message)
-
-    async def _records(self, condition: sa.ColumnElement[bool]) -> dict[bytes, KeyRecord]:
-        query = sa.select(api_keys, tenants).join_from(api_keys, tenants).where(condition)
-        rows = await self._select(query.set_label_style(sa.LABEL_STYLE_TABLENAME_PLUS_COL))
-        return {bytes(row.api_keys_digest): _record(row) for row in rows}
-
-    async def _select(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+    async def _select(self, query: sa.Select[Any]) -> Sequence[Row]:
         return await self._store.read(lambda connection: list(connection.execute(query)))
 
     def _now(self) -> datetime:
@@ -216,6 +275,11 @@ def digest_of(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
+def random_text() -> str:
+    """The random part of a secret."""
+    return "".join(secrets.choice(ALPHABET) for _ in range(SECRET_CHARS))
+
+
 def check_secret(secret: str) -> str:
     """Check the form of a secret that an operator chose; returns it. Raises ValueError."""
     if secret and OWN_SECRET.fullmatch(secret) is None:
@@ -223,54 +287,36 @@ def check_secret(secret: str) -> str:
     return secret
 
 
-def _changes(old: dict[bytes, KeyRecord], new: dict[bytes, KeyRecord]) -> dict[bytes, KeyRecord]:
-    return {digest: record for digest, record in new.items() if old.get(digest) != record}
-
-
-def _record(row: Any) -> KeyRecord:
-    expires = row.api_keys_expire_time
-    return KeyRecord(
-        key_id=row.api_keys_key_id,
-        tenant=row.tenants_tenant,
-        project=row.api_keys_project,
-        models=tuple(row.api_keys_models),
-        weight=row.tenants_weight,
-        limits=QuotaLimits(
-            requests_per_minute=row.tenants_requests_per_minute,
-            tokens_per_minute=row.tenants_tokens_per_minute,
-            concurrent_requests=row.tenants_concurrent_requests,
-            budget_tokens=row.tenants_budget_tokens,
-        ),
-        expires_at=None if expires is None else expires.timestamp(),
-        revoked=row.api_keys_revoke_time is not None,
-    )
-
-
-def _check_tenant(spec: TenantSpec) -> None:
-    if NAME.fullmatch(spec.tenant) is None:
+def check_name(field: str, name: str) -> None:
+    """Raise InvalidRequest for what is no name of a tenant, a project or an administrator."""
+    if NAME.fullmatch(name) is None:
         raise InvalidRequest(
-            "A tenant's name is 1 to 63 letters, digits, dots, dashes and underscores, the first a letter or digit.",
-            param="tenant",
+            f"{field}: a name is 1 to 63 letters, digits, dots, dashes and underscores, the first a letter or digit.",
+            param=field,
         )
-    _check_text("display_name", spec.display_name)
-    limits = dataclasses.asdict(spec.limits) | {"queued_requests": spec.queued_requests}
-    for name, value in limits.items():
-        if value is not None and not 1 <= value < 2**31 * (2**20 if "tokens" in name else 1):
-            raise InvalidRequest(f"{name} must be at least 1; leave it out for no limit.", param=name)
-    if not 0.001 <= spec.weight <= 1_000:
-        raise InvalidRequest("weight must be between 0.001 and 1000.", param="weight")
+
+
+def check_text(field: str, text: str) -> None:
+    """Raise InvalidRequest for a text that is too long or cannot be printed."""
+    if len(text) > MAX_TEXT or not (text.isprintable() or text == ""):
+        raise InvalidRequest(f"{field} takes at most {MAX_TEXT} printable characters.", param=field)
+
+
+def _find(connection: sa.Connection, table: sa.Table, where: Condition, missing: str, param: str) -> Row:
+    row = connection.execute(sa.select(table).where(where).with_for_update()).one_or_none()
+    if row is None:
+        raise NotFound(missing, param=param)
+    return row
 
 
 def _check_key(spec: KeySpec, now: datetime) -> None:
-    _check_text("display_name", spec.display_name)
-    if spec.project and NAME.fullmatch(spec.project) is None:
-        raise InvalidRequest("A project's name follows the rule of a tenant's name.", param="project")
+    check_text("display_name", spec.display_name)
+    check_policy(spec.policy)
+    if spec.project:
+        check_name("project", spec.project)
     if len(spec.models) > MAX_MODELS or any(not 1 <= len(m) <= MAX_TEXT or not m.isprintable() for m in spec.models):
         raise InvalidRequest(f"models takes at most {MAX_MODELS} names of up to {MAX_TEXT} characters.", param="models")
+    if not spec.scopes or not set(spec.scopes) <= set(SCOPES):
+        raise InvalidRequest(f"scopes takes {' and '.join(SCOPES)}.", param="scopes")
     if spec.expire_time is not None and spec.expire_time <= now:
         raise InvalidRequest("expire_time lies in the past.", param="expire_time")
-
-
-def _check_text(name: str, text: str) -> None:
-    if len(text) > MAX_TEXT or not (text.isprintable() or text == ""):
-        raise InvalidRequest(f"{name} takes at most {MAX_TEXT} printable characters.", param=name)

@@ -23,7 +23,9 @@ class UsageConfig:
     grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
     batch_size: int = setting(1_024, parse=parse_positive, help="most events a transaction")
-    admin_token: str = setting("", secret=True, help="bearer token that every call must carry; empty asks for none")
+    admin_token: str = setting(
+        "", secret=True, help="bearer token of the administrator root, who makes keys for others; empty: no root"
+    )
     bootstrap_key: str = setting(
         "", parse=check_secret, secret=True, help="API key of the tenant demo, created at start; empty for none"
     )

@@ -17,6 +17,7 @@ from services.usage import schema
 from services.usage.bulk import add_sums, insert_rows, known_values
 from services.usage.events import MAX_EVENT_BYTES, LedgerEntry, Tokens
 from services.usage.rows import ROW_COLUMNS, row_values, storable
+from services.usage.spending import move_key_balances
 from services.usage.store import insert_into
 
 SUM_PAGE = 1_000
@@ -83,6 +84,7 @@ def insert_entries(connection: sa.Connection, entries: Sequence[LedgerEntry], no
     rows = [row_values(entry, first_row_id + index, now) for index, entry in enumerate(fresh)]
     insert_rows(connection, schema.ledger, ROW_COLUMNS, rows)
     _move_balances(connection, fresh)
+    move_key_balances(connection, fresh)
     connection.execute(sa.update(schema.ledger_head).values(last_row_id=first_row_id + len(fresh) - 1))
     return fresh
 

@@ -104,17 +104,32 @@ balances = sa.Table(
     *(sa.Column(f"billed_{name}", sa.BigInteger, nullable=False) for name in TOKEN_COLUMNS),
 )
 
+# Billed tokens by key and UTC day, moved with `balances`: what budgets of keys are rebuilt from.
+key_balances = sa.Table(
+    "key_balances",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("day", sa.Date, primary_key=True),
+    sa.Column("billed_tokens", sa.BigInteger, nullable=False),
+)
+
+# `policy` is a policies.Policy in its stored form, read and written whole.
 tenants = sa.Table(
     "tenants",
     metadata,
     sa.Column("tenant", sa.Text, primary_key=True),
     sa.Column("display_name", sa.Text, nullable=False),
-    sa.Column("requests_per_minute", sa.Integer),
-    sa.Column("tokens_per_minute", sa.BigInteger),
-    sa.Column("concurrent_requests", sa.Integer),
-    sa.Column("budget_tokens", sa.BigInteger),
-    sa.Column("queued_requests", sa.Integer),
-    sa.Column("weight", sa.Float, nullable=False),
+    sa.Column("create_time", UtcTime, nullable=False),
+    sa.Column("policy", JsonValue, nullable=False, server_default="{}"),
+)
+
+projects = sa.Table(
+    "projects",
+    metadata,
+    sa.Column("tenant", sa.Text, sa.ForeignKey("tenants.tenant"), primary_key=True),
+    sa.Column("project", sa.Text, primary_key=True),
+    sa.Column("display_name", sa.Text, nullable=False),
     sa.Column("create_time", UtcTime, nullable=False),
 )
 
@@ -132,6 +147,35 @@ api_keys = sa.Table(
     sa.Column("create_time", UtcTime, nullable=False),
     sa.Column("expire_time", UtcTime),
     sa.Column("revoke_time", UtcTime),
+    sa.Column("policy", JsonValue, nullable=False, server_default="{}"),
+    sa.Column("scopes", JsonValue, nullable=False, server_default='["inference"]'),
+)
+
+# Keys of administrators; they open nothing but the administrators' port.
+admin_keys = sa.Table(
+    "admin_keys",
+    metadata,
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("digest", sa.LargeBinary, nullable=False, unique=True),
+    sa.Column("create_time", UtcTime, nullable=False),
+    sa.Column("expire_time", UtcTime),
+    sa.Column("revoke_time", UtcTime),
+)
+
+# One row an administrative act, written in its transaction.
+audit = sa.Table(
+    "audit",
+    metadata,
+    sa.Column("audit_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), primary_key=True),
+    sa.Column("time", UtcTime, nullable=False),
+    sa.Column("actor", sa.Text, nullable=False),
+    sa.Column("action", sa.Text, nullable=False),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("subject", sa.Text, nullable=False),
+    sa.Column("before", JsonValue),
+    sa.Column("after", JsonValue, nullable=False),
+    sa.Index(None, "tenant", "audit_id"),
 )
 
 # Events that can never become rows, unique by where they came from, so that a replay adds none.

@@ -20,10 +20,13 @@ from services.common.grpc_server import GrpcServer, start_server
 from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.usage.account_service import AccountService
 from services.usage.accounts import Accounts
+from services.usage.admin_keys import AdminKeys
 from services.usage.config import UsageConfig
 from services.usage.consumer import Consumer
-from services.usage.service import AccountService, AdminGate, UsageService
+from services.usage.hot_copy import HotCopy
+from services.usage.service import UsageService
 from services.usage.store import Store, open_store
 
 SERVICE_NAMES = ("millrace.usage.v1.UsageService", "millrace.usage.v1.AccountService")
@@ -37,7 +40,9 @@ class UsageApp:
         self._config = config
         self._store = store
         self._redis = connect(config.redis_url)
-        self.accounts = Accounts(store, AdmissionStore(self._redis), clock)
+        self.hot_copy = HotCopy(store, AdmissionStore(self._redis), clock)
+        self.accounts = Accounts(store, self.hot_copy, clock)
+        self._admins = AdminKeys(store, clock, config.admin_token)
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: GrpcServer | None = None
@@ -72,10 +77,8 @@ class UsageApp:
             await self.stop()
             raise
         self._spawn("consume", self.consumer.run())
-        self._spawn("hot_copy", self.accounts.keep_hot_copy())
+        self._spawn("hot_copy", self.hot_copy.keep())
         await self._server.set_serving(True)
-        if not self._config.admin_token and not _is_local(self.address):
-            structlog.get_logger().warning("admin_calls_need_no_token", address=self.address)
         structlog.get_logger().info("usage_ready", address=self.address)
 
     async def drain(self, grace_s: float) -> None:
@@ -102,9 +105,10 @@ class UsageApp:
             await self.accounts.bootstrap(self._config.bootstrap_key)
 
     def _add(self, server: grpc.aio.Server) -> None:
-        gate = AdminGate(self._config.admin_token)
-        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(UsageService(self._store, gate), server)
-        usage_service_pb2_grpc.add_AccountServiceServicer_to_server(AccountService(self.accounts, gate), server)
+        usage = UsageService(self._store, self._admins)
+        account = AccountService(self.accounts, self._admins, self._store)
+        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
+        usage_service_pb2_grpc.add_AccountServiceServicer_to_server(account, server)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)
@@ -114,11 +118,6 @@ class UsageApp:
         if not task.cancelled() and (error := task.exception()) is not None:
             structlog.get_logger().error("task_died", task=task.get_name(), exc_info=error)
             self._task_died = True
-
-
-def _is_local(address: str) -> bool:
-    host = address.rpartition(":")[0]
-    return address.startswith("unix:") or host in {"127.0.0.1", "localhost", "[::1]"}
 
 
 def build(config: UsageConfig, *, clock: Clock | None = None) -> UsageApp:

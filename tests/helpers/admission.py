@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, date, datetime
+
 import redis.asyncio as aioredis
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import Pool, PoolCaps, Terminal
+from services.common.admission_types import Pool, PoolCaps, Spent, Terminal
 
 POOL = Pool("echo")
 CAPS = PoolCaps()
@@ -24,6 +26,17 @@ class StoreTime:
 
     def advance(self, ms: int) -> None:
         self.ms += ms
+
+    @property
+    def day(self) -> date:
+        """The UTC day."""
+        return datetime.fromtimestamp(self.ms / 1000, UTC).date()
+
+
+async def open_budget(store: AdmissionStore, day: date, tenant: str = "acme", *key_ids: str) -> None:
+    """Say, as the usage service does, that the tenant and these keys have spent nothing so far."""
+    for key_id in ("", *key_ids):
+        await store.raise_spent(tenant, key_id, Spent(day), Spent(day))
 
 
 def make_store(client: aioredis.Redis, time: StoreTime) -> AdmissionStore:

@@ -28,6 +28,7 @@ from services.common.errors import InvalidRequest, MillraceError, NotFound, Stor
 from services.common.grpc_client import error_from_rpc, open_channel
 from services.usage.accounts import Accounts, KeySpec, TenantSpec
 from services.usage.config import UsageConfig
+from services.usage.hot_copy import HotCopy
 from services.usage.store import Store
 from services.usage.wiring import UsageApp, build
 from tests.helpers import containers
@@ -41,7 +42,12 @@ POOL = Pool("echo")
 
 @pytest.fixture
 async def app(store: Store, database_url: str, redis_server: RedisProcess) -> AsyncIterator[UsageApp]:
-    config = UsageConfig(redis_url=redis_server.url, database_url=database_url, bootstrap_key="mr_demo_" + "a1" * 16)
+    config = UsageConfig(
+        redis_url=redis_server.url,
+        database_url=database_url,
+        admin_token=TOKEN,
+        bootstrap_key="mr_demo_" + "a1" * 16,
+    )
     running = build(config)
     await running.start()
     yield running
@@ -53,6 +59,9 @@ async def app(store: Store, database_url: str, redis_server: RedisProcess) -> As
 async def channel(app: UsageApp) -> AsyncIterator[grpc.aio.Channel]:
     async with open_channel(app.address) as opened:
         yield opened
+
+
+AS_ROOT = {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
 
 
 async def until(condition: object, timeout_s: float = 5.0) -> float:
@@ -80,9 +89,9 @@ async def test_a_key_works_at_once_is_shown_once_and_stored_as_a_digest(
 ) -> None:
     accounts = pb_grpc.AccountServiceStub(channel)
     limits = pb.Limits(requests_per_minute=60, budget_token_count=10**12)
-    await accounts.CreateTenant(pb.CreateTenantRequest(tenant="acme", limits=limits, weight=2.0))
+    await accounts.CreateTenant(pb.CreateTenantRequest(tenant="acme", limits=limits, weight=2.0), **AS_ROOT)
 
-    created = await accounts.CreateKey(pb.CreateKeyRequest(tenant="acme", models=["echo"], project="search"))
+    created = await accounts.CreateKey(pb.CreateKeyRequest(tenant="acme", models=["echo"], project="search"), **AS_ROOT)
 
     found = await AdmissionStore(redis_client).lookup_key(digest(created.secret))
     assert found == KeyRecord(
@@ -94,7 +103,7 @@ async def test_a_key_works_at_once_is_shown_once_and_stored_as_a_digest(
         limits=QuotaLimits(requests_per_minute=60, budget_tokens=10**12),
     )
     kept = store.read_sync(lambda c: c.execute(sa.text("SELECT * FROM api_keys WHERE tenant = 'acme'")).all())
-    listed = await accounts.ListKeys(pb.ListKeysRequest(tenant="acme"))
+    listed = await accounts.ListKeys(pb.ListKeysRequest(tenant="acme"), **AS_ROOT)
     random_part = created.secret.rpartition("_")[2]
     assert len(random_part) == 24
     assert random_part not in f"{kept} {listed}"
@@ -104,10 +113,10 @@ async def test_a_revoked_key_is_revoked_for_gateways_within_five_seconds_and_sta
     app: UsageApp, channel: grpc.aio.Channel, redis_client: aioredis.Redis
 ) -> None:
     accounts = pb_grpc.AccountServiceStub(channel)
-    created = await accounts.CreateKey(pb.CreateKeyRequest(tenant="demo"))
+    created = await accounts.CreateKey(pb.CreateKeyRequest(tenant="demo"), **AS_ROOT)
 
-    answer = await accounts.RevokeKey(pb.RevokeKeyRequest(key_id=created.key.key_id))
-    again = await accounts.RevokeKey(pb.RevokeKeyRequest(key_id=created.key.key_id))
+    answer = await accounts.RevokeKey(pb.RevokeKeyRequest(key_id=created.key.key_id), **AS_ROOT)
+    again = await accounts.RevokeKey(pb.RevokeKeyRequest(key_id=created.key.key_id), **AS_ROOT)
 
     hot = AdmissionStore(redis_client)
 
@@ -118,7 +127,7 @@ async def test_a_revoked_key_is_revoked_for_gateways_within_five_seconds_and_sta
     assert await until(refused) < 5.0
     assert answer.key.HasField("revoke_time")
     assert again.key.revoke_time == answer.key.revoke_time
-    await app.accounts.rebuild_hot_copy()
+    await app.hot_copy.rebuild()
     assert await refused()
 
 
@@ -157,12 +166,12 @@ async def test_a_rebuild_never_brings_a_key_back_that_was_revoked_meanwhile(
     store: Store, redis_client: aioredis.Redis
 ) -> None:
     hot = AdmissionStore(redis_client)
-    other = Accounts(store, hot, SystemClock())
+    other = Accounts(store, HotCopy(store, hot, SystemClock()), SystemClock())
     await other.create_tenant(TenantSpec("acme"))
     row, secret = await other.create_key(KeySpec("acme"))
-    slow = Accounts(store, RevokedMeanwhile(redis_client, other, row.key_id), SystemClock())
+    slow = HotCopy(store, RevokedMeanwhile(redis_client, other, row.key_id), SystemClock())
 
-    await slow.rebuild_hot_copy()
+    await slow.rebuild()
 
     found = await hot.lookup_key(digest(secret))
     assert found is None or found.revoked
@@ -173,10 +182,11 @@ async def test_accounts_change_while_redis_is_away_and_the_hot_copy_follows(stor
     client = aioredis.Redis.from_url(server.url, protocol=2)
     try:
         hot = AdmissionStore(client)
-        accounts = Accounts(store, hot, SystemClock())
+        copy = HotCopy(store, hot, SystemClock())
+        accounts = Accounts(store, copy, SystemClock())
         await accounts.create_tenant(TenantSpec("acme"))
         old, old_secret = await accounts.create_key(KeySpec("acme"))
-        keeper = asyncio.create_task(accounts.keep_hot_copy())
+        keeper = asyncio.create_task(copy.keep())
         await until(functools.partial(_looked_up, hot, old_secret))
         server.kill()
 
@@ -198,22 +208,38 @@ async def test_bad_accounts_are_refused_with_the_field_named(channel: grpc.aio.C
     accounts = pb_grpc.AccountServiceStub(channel)
     past = timestamp_pb2.Timestamp(seconds=1)
     cases = [
-        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="")), InvalidRequest, "tenant"),
-        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="a b")), InvalidRequest, "tenant"),
-        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="x" * 64)), InvalidRequest, "tenant"),
-        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="demo")), InvalidRequest, "tenant"),
-        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="w", weight=float("nan"))), InvalidRequest, "weight"),
-        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="w", weight=0)), InvalidRequest, "weight"),
+        (accounts.CreateTenant(pb.CreateTenantRequest(tenant=""), **AS_ROOT), InvalidRequest, "tenant"),
+        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="a b"), **AS_ROOT), InvalidRequest, "tenant"),
+        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="x" * 64), **AS_ROOT), InvalidRequest, "tenant"),
+        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="demo"), **AS_ROOT), InvalidRequest, "tenant"),
         (
-            accounts.CreateTenant(pb.CreateTenantRequest(tenant="l", limits=pb.Limits(tokens_per_minute=0))),
+            accounts.CreateTenant(pb.CreateTenantRequest(tenant="w", weight=float("nan")), **AS_ROOT),
+            InvalidRequest,
+            "weight",
+        ),
+        (accounts.CreateTenant(pb.CreateTenantRequest(tenant="w", weight=0), **AS_ROOT), InvalidRequest, "weight"),
+        (
+            accounts.CreateTenant(pb.CreateTenantRequest(tenant="l", limits=pb.Limits(tokens_per_minute=0)), **AS_ROOT),
             InvalidRequest,
             "tokens_per_minute",
         ),
-        (accounts.CreateKey(pb.CreateKeyRequest(tenant="nobody")), NotFound, "tenant"),
-        (accounts.CreateKey(pb.CreateKeyRequest(tenant="demo", expire_time=past)), InvalidRequest, "expire_time"),
-        (accounts.CreateKey(pb.CreateKeyRequest(tenant="demo", models=["m"] * 65)), InvalidRequest, "models"),
-        (accounts.CreateKey(pb.CreateKeyRequest(tenant="demo", display_name="a\nb")), InvalidRequest, "display_name"),
-        (accounts.RevokeKey(pb.RevokeKeyRequest(key_id="nothing")), NotFound, "key_id"),
+        (accounts.CreateKey(pb.CreateKeyRequest(tenant="nobody"), **AS_ROOT), NotFound, "tenant"),
+        (
+            accounts.CreateKey(pb.CreateKeyRequest(tenant="demo", expire_time=past), **AS_ROOT),
+            InvalidRequest,
+            "expire_time",
+        ),
+        (
+            accounts.CreateKey(pb.CreateKeyRequest(tenant="demo", models=["m"] * 65), **AS_ROOT),
+            InvalidRequest,
+            "models",
+        ),
+        (
+            accounts.CreateKey(pb.CreateKeyRequest(tenant="demo", display_name="a\nb"), **AS_ROOT),
+            InvalidRequest,
+            "display_name",
+        ),
+        (accounts.RevokeKey(pb.RevokeKeyRequest(key_id="nothing"), **AS_ROOT), NotFound, "key_id"),
     ]
     for call, kind, field in cases:
         error = await failure(call)
@@ -226,9 +252,13 @@ async def test_an_export_streams_every_row_once_in_order_even_past_a_page(
     insert(store, [make_entry(f"r{n:04}", tenant="ab"[n % 2]) for n in range(1_203)])
     usage = pb_grpc.UsageServiceStub(channel)
 
-    rows = [row async for page in usage.ExportUsage(pb.ExportUsageRequest()) for row in page.rows]
-    rest = [row async for page in usage.ExportUsage(pb.ExportUsageRequest(after_row_id=1_200)) for row in page.rows]
-    of_b = [row async for page in usage.ExportUsage(pb.ExportUsageRequest(tenant="b")) for row in page.rows]
+    rows = [row async for page in usage.ExportUsage(pb.ExportUsageRequest(), **AS_ROOT) for row in page.rows]
+    rest = [
+        row
+        async for page in usage.ExportUsage(pb.ExportUsageRequest(after_row_id=1_200), **AS_ROOT)
+        for row in page.rows
+    ]
+    of_b = [row async for page in usage.ExportUsage(pb.ExportUsageRequest(tenant="b"), **AS_ROOT) for row in page.rows]
 
     assert [row.row_id for row in rows] == list(range(1, 1_204))
     assert rows[7].event == make_event("r0007", tenant="b")
@@ -241,7 +271,7 @@ async def test_a_time_that_no_calendar_has_is_a_bad_request(channel: grpc.aio.Ch
     usage = pb_grpc.UsageServiceStub(channel)
     request = pb.ExportUsageRequest(start_time=timestamp_pb2.Timestamp(seconds=10**13))
 
-    error = await failure(usage.ExportUsage(request).read())
+    error = await failure(usage.ExportUsage(request, **AS_ROOT).read())
 
     assert (type(error), error.param) == (InvalidRequest, "start_time")
 
@@ -257,7 +287,7 @@ async def test_a_request_is_in_the_ledger_within_three_seconds_of_its_event(
 
     async def visible() -> bool:
         try:
-            await usage.GetUsage(pb.GetUsageRequest(request_id="r1", tenant="acme"))
+            await usage.GetUsage(pb.GetUsageRequest(request_id="r1", tenant="acme"), **AS_ROOT)
         except grpc.aio.AioRpcError as error:
             if isinstance(error_from_rpc(error), NotFound):
                 return False
@@ -265,7 +295,7 @@ async def test_a_request_is_in_the_ledger_within_three_seconds_of_its_event(
         return True
 
     assert await until(visible) < 3.0
-    error = await failure(usage.GetUsage(pb.GetUsageRequest(request_id="r1", tenant="zeta")))
+    error = await failure(usage.GetUsage(pb.GetUsageRequest(request_id="r1", tenant="zeta"), **AS_ROOT))
     assert isinstance(error, NotFound)
 
 
@@ -361,7 +391,7 @@ def test_the_process_and_the_commands_from_key_to_export(
     process = subprocess.Popen(argv, env=clean_environment(tmp_path, settings), cwd=ROOT, stderr=log)
     try:
         asyncio.run(_until_serving(address))
-        created = cli(tmp_path, address, "tenant", "create", "acme", "--requests-per-minute", "60")
+        created = cli(tmp_path, address, "tenant", "create", "acme", "--limit", "requests_per_minute=60")
         key = cli(tmp_path, address, "key", "create", "--tenant", "acme")
         asyncio.run(_publish(settings["MILLRACE_REDIS_URL"]))
         asyncio.run(_until_rows(address, 3))

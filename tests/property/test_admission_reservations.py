@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from services.common.admission_types import QuotaLimits, Reserve
 from services.common.redis_client import connect
-from tests.helpers.admission import StoreTime, make_store
+from tests.helpers.admission import StoreTime, make_store, open_budget
 from tests.helpers.redis import RedisProcess
 
 LIMITS = QuotaLimits(requests_per_minute=20, tokens_per_minute=500, concurrent_requests=4, budget_tokens=400)
@@ -44,19 +44,20 @@ class Reservations(RuleBasedStateMachine):
     @initialize()
     def flush(self) -> None:
         self.server.flush()
+        self.wait(open_budget(self.store, self.time.day, "t"))
 
     @rule(target=requests, tokens=st.integers(0, 100), budget=st.integers(0, 150), twice=st.booleans())
     def reserve(self, tokens: int, budget: int, twice: bool) -> Any:
         self.number += 1
         request_id = f"r{self.number}"
-        refusal = self.wait(self.store.reserve(Reserve("t", request_id, tokens, budget, LIMITS)))
+        refusal = self.wait(self.store.reserve(Reserve("t", request_id, 0, tokens, budget, LIMITS)))
         self.free_expired_if_reached(refusal)
         if refusal is not None:
             return multiple()
         assert len(self.held) < 4
         self.held[request_id] = (budget, self.time.ms + HOLD_MS)
         if twice:
-            assert self.wait(self.store.reserve(Reserve("t", request_id, tokens, budget, LIMITS))) is None
+            assert self.wait(self.store.reserve(Reserve("t", request_id, 0, tokens, budget, LIMITS))) is None
         return request_id
 
     def free_expired_if_reached(self, refusal: Any) -> None:
@@ -76,7 +77,7 @@ class Reservations(RuleBasedStateMachine):
     def renew_budget(self, request_id: str, tokens: int) -> None:
         self.free_expired()
         room = 400 - self.spent - sum(b for b, _ in self.held.values())
-        granted = self.wait(self.store.renew_budget("t", request_id, tokens, 400))
+        granted = self.wait(self.store.renew_budget(Reserve("t", request_id, 0, 0, 0, LIMITS), tokens))
         assert granted == max(0, min(tokens, room))
         if granted or request_id in self.held:
             budget = self.held.get(request_id, (0, 0))[0]
@@ -112,7 +113,7 @@ class Reservations(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.time.advance(61_000)
-        self.wait(self.store.renew_budget("t", "idle", 0, None))
+        self.wait(self.store.renew_budget(Reserve("t", "idle", 0, 0, 0, LIMITS), 0))
         assert self.wait(self.client.hget("mr:{t}:budget", "reserved")) is None
         assert self.wait(self.client.exists("mr:{t}:res", "mr:{t}:live")) == 0
         self.wait(self.client.aclose())

@@ -10,7 +10,9 @@ import redis.asyncio as aioredis
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool, QuotaLimits, Refusal, Reserve
 from services.common.errors import InvalidRequest
-from tests.helpers.admission import POOL, StoreTime, make_store
+from tests.helpers.admission import POOL, StoreTime, make_store, open_budget
+
+RPM, TPM = "requests_per_minute", "tokens_per_minute"
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def store(redis_client: aioredis.Redis, time: StoreTime) -> AdmissionStore:
 def ask(
     request_id: str, *, tokens: int = 10, budget: int = 10, tenant: str = "acme", limits: QuotaLimits | None = None
 ) -> Reserve:
-    return Reserve(tenant, request_id, tokens, budget, limits if limits is not None else QuotaLimits())
+    return Reserve(tenant, request_id, 0, tokens, budget, limits if limits is not None else QuotaLimits())
 
 
 async def budget_of(client: aioredis.Redis) -> tuple[int, int]:
@@ -40,12 +42,16 @@ async def test_requests_a_minute_are_exact_at_the_edge(store: AdmissionStore, ti
     time.advance(30_000)
     assert await store.reserve(ask("r2", limits=limits)) is None
 
-    assert await store.reserve(ask("r3", limits=limits)) == Refusal("REQUESTS_PER_MINUTE", 30_000)
+    assert await store.reserve(ask("r3", limits=limits)) == Refusal(
+        "REQUESTS_PER_MINUTE", 30_000, "requests_per_minute"
+    )
     time.advance(29_999)
-    assert await store.reserve(ask("r3", limits=limits)) == Refusal("REQUESTS_PER_MINUTE", 1)
+    assert await store.reserve(ask("r3", limits=limits)) == Refusal("REQUESTS_PER_MINUTE", 1, RPM)
     time.advance(1)
     assert await store.reserve(ask("r3", limits=limits)) is None
-    assert await store.reserve(ask("r4", limits=limits)) == Refusal("REQUESTS_PER_MINUTE", 30_000)
+    assert await store.reserve(ask("r4", limits=limits)) == Refusal(
+        "REQUESTS_PER_MINUTE", 30_000, "requests_per_minute"
+    )
 
 
 async def test_tokens_a_minute_are_rounded_against_the_tenant(store: AdmissionStore, time: StoreTime) -> None:
@@ -55,9 +61,11 @@ async def test_tokens_a_minute_are_rounded_against_the_tenant(store: AdmissionSt
     assert await store.reserve(ask("r2", tokens=40, limits=limits)) is None
 
     refused = await store.reserve(ask("r3", tokens=1, limits=limits))
-    assert refused == Refusal("TOKENS_PER_MINUTE", 60_001)
+    assert refused == Refusal("TOKENS_PER_MINUTE", 60_001, TPM)
     time.advance(60_000)
-    assert await store.reserve(ask("r3", tokens=1, limits=limits)) == Refusal("TOKENS_PER_MINUTE", 1)
+    assert await store.reserve(ask("r3", tokens=1, limits=limits)) == Refusal(
+        "TOKENS_PER_MINUTE", 1, "tokens_per_minute"
+    )
     time.advance(1)
     assert await store.reserve(ask("r3", tokens=100, limits=limits)) is None
 
@@ -76,7 +84,7 @@ async def test_concurrency_counts_running_requests_only(store: AdmissionStore) -
     limits = QuotaLimits(concurrent_requests=1)
     assert await store.reserve(ask("r1", limits=limits)) is None
     assert await store.reserve(ask("r1", limits=limits)) is None
-    assert await store.reserve(ask("r2", limits=limits)) == Refusal("CONCURRENT_REQUESTS", 1_000)
+    assert await store.reserve(ask("r2", limits=limits)) == Refusal("CONCURRENT_REQUESTS", 1_000, "concurrent_requests")
 
     await store.settle("acme", "r1", 5, 5)
 
@@ -92,15 +100,16 @@ async def test_a_parallel_burst_never_passes_a_limit(store: AdmissionStore) -> N
 
 
 async def test_budget_is_leased_piece_by_piece_up_to_its_last_token(
-    store: AdmissionStore, redis_client: aioredis.Redis
+    store: AdmissionStore, redis_client: aioredis.Redis, time: StoreTime
 ) -> None:
     limits = QuotaLimits(budget_tokens=100)
+    await open_budget(store, time.day)
     assert await store.reserve(ask("r1", budget=74, limits=limits)) is None
-    assert await store.reserve(ask("r2", budget=27, limits=limits)) == Refusal("BUDGET_EXHAUSTED", 0)
+    assert await store.reserve(ask("r2", budget=27, limits=limits)) == Refusal("BUDGET_EXHAUSTED", 0, "budget_tokens")
 
-    assert await store.renew_budget("acme", "r1", 20, 100) == 20
-    assert await store.renew_budget("acme", "r1", 20, 100) == 6
-    assert await store.renew_budget("acme", "r1", 20, 100) == 0
+    assert await store.renew_budget(ask("r1", limits=limits), 20) == 20
+    assert await store.renew_budget(ask("r1", limits=limits), 20) == 6
+    assert await store.renew_budget(ask("r1", limits=limits), 20) == 0
 
     await store.settle("acme", "r1", 90, 90)
     assert await budget_of(redis_client) == (0, 90)
@@ -108,14 +117,19 @@ async def test_budget_is_leased_piece_by_piece_up_to_its_last_token(
     assert await store.reserve(ask("r2", budget=10, limits=limits)) is None
 
 
-async def test_release_undoes_all_of_a_reservation(store: AdmissionStore, redis_client: aioredis.Redis) -> None:
+async def test_release_undoes_all_of_a_reservation(
+    store: AdmissionStore, redis_client: aioredis.Redis, time: StoreTime
+) -> None:
     limits = QuotaLimits(requests_per_minute=1, tokens_per_minute=10, concurrent_requests=1, budget_tokens=10)
+    await open_budget(store, time.day)
+    before = await redis_client.hgetall("mr:{acme}:budget")
     assert await store.reserve(ask("r1", limits=limits)) is None
 
     await store.release("acme", "r1")
     await store.release("acme", "r1")
 
-    assert await redis_client.keys("*") == []
+    assert await redis_client.keys("*") == [b"mr:{acme}:budget"]
+    assert await redis_client.hgetall("mr:{acme}:budget") == before
     assert await store.reserve(ask("r2", limits=limits)) is None
 
 
@@ -123,6 +137,7 @@ async def test_expired_reservations_are_freed_by_the_next_one_and_renewed_ones_a
     store: AdmissionStore, redis_client: aioredis.Redis, time: StoreTime
 ) -> None:
     limits = QuotaLimits(concurrent_requests=2, budget_tokens=20)
+    await open_budget(store, time.day)
     await store.reserve(ask("dead", limits=limits))
     await store.reserve(ask("alive", limits=limits))
     time.advance(29_000)
@@ -143,7 +158,7 @@ async def test_a_stalled_stream_gets_its_reservation_back(
     await store.reserve(ask("r1", budget=10))
     time.advance(40_000)
 
-    assert await store.renew_budget("acme", "r1", 5, 100) == 5
+    assert await store.renew_budget(ask("r1", limits=QuotaLimits(budget_tokens=100)), 5) == 5
     await store.settle("acme", "r1", 12, 12)
 
     assert await budget_of(redis_client) == (0, 12)

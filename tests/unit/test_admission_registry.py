@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from binascii import crc_hqx
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from services.common.admission_types import KeyRecord, Ownership, Pool, QuotaLim
 from services.common.errors import StoreUnavailable
 from services.common.redis_client import connect
 from services.common.streams import UsageStream
-from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_store, make_terminal
+from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_store, make_terminal, open_budget
 from tests.helpers.redis import RedisProcess
 
 WORKER = WorkerRecord("worker-1", "unix:/tmp/w", "echo", "1", POOL, "AGGREGATED")
@@ -100,9 +101,12 @@ async def test_every_key_of_every_script_is_in_one_slot(
         return result
 
     monkeypatch.setattr(AsyncScript, "__call__", spy)
-    await store.reserve(Reserve("acme", "r1", 5, 5, QuotaLimits(9, 99, 9, 99)))
+    limits = QuotaLimits(9, 99, 9, 99, 99, 99, 99, 99, 99, 99)
+    ask = Reserve("acme", "r1", 5, 5, 5, limits, "key-1", limits, (1, 2))
+    await open_budget(store, date(2026, 3, 1), "acme", "key-1")
+    await store.reserve(ask)
     await store.renew_reservations("acme", ["r1"])
-    await store.renew_budget("acme", "r1", 5, 99)
+    await store.renew_budget(ask, 5)
     await store.enqueue(POOL, make_entry("r1"), CAPS)
     [claim] = await store.claim(POOL, "router-1", 1)
     await store.renew_claims(POOL, [claim.claim_id])
@@ -114,7 +118,7 @@ async def test_every_key_of_every_script_is_in_one_slot(
     await store.register_worker(WORKER)
     await store.list_workers()
 
-    assert len(spans) == 13
+    assert len(spans) == 15
     assert all(len(slots) == 1 for slots in spans)
     keys = {key: hash_slot(key) for key in await redis_client.keys("*")}
     assert len(set(keys.values())) == 3

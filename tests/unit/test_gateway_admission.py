@@ -186,7 +186,7 @@ async def test_the_entry_says_all_that_a_router_and_a_worker_need(rig: Rig) -> N
     assert len(expected) == 2
     assert 29_000 < rig.store.remaining_ms[0] <= 30_000
     ask = rig.store.reserved[generation.request_id]
-    assert (ask.tokens, ask.budget_tokens) == (240, 104)
+    assert (ask.prompt_tokens, ask.output_tokens, ask.lease_tokens) == (40, 200, 104)
 
 
 async def test_the_cache_salt_is_of_the_tenant_and_of_the_platform(rig: Rig) -> None:

@@ -50,7 +50,7 @@ class Sweeper:
         self.clock.jump(QUIET_S)
 
     async def enqueue(self, request_id: str, *, gateway: str = "dead-gateway", attempt: int = 1) -> None:
-        await self.store.reserve(Reserve("acme", request_id, 20, 20, QuotaLimits()))
+        await self.store.reserve(Reserve("acme", request_id, 0, 20, 20, QuotaLimits()))
         entry = make_entry(request_id, gateway=gateway, attempt=attempt)
         await self.store.enqueue(POOL, entry, CAPS, remaining_ms=600_000)
 
@@ -177,4 +177,4 @@ async def test_unsettled_terminals_are_settled_after_a_lease(sweeper: Sweeper) -
     await sweeper.sweep()
 
     assert await sweeper.store.list_unsettled(POOL, 0) == []
-    assert await sweeper.client.hgetall("mr:{acme}:budget") == {b"spent": b"15"}
+    assert await sweeper.client.hget("mr:{acme}:budget", "spent") == b"15"

@@ -22,55 +22,106 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from millrace.common.v1 import common_pb2 as millrace_dot_common_dot_v1_dot_common__pb2
 from millrace.usage.v1 import usage_event_pb2 as millrace_dot_usage_dot_v1_dot_usage__event__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/usage/v1/usage_service.proto\x12\x11millrace.usage.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#millrace/usage/v1/usage_event.proto\"\x98\x01\n\x12\x45xportUsageRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x66ter_row_id\x18\x02 \x01(\x03\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"z\n\tLedgerRow\x12\x0e\n\x06row_id\x18\x01 \x01(\x03\x12,\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x1d.millrace.usage.v1.UsageEvent\x12/\n\x0binsert_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\x13\x45xportUsageResponse\x12*\n\x04rows\x18\x01 \x03(\x0b\x32\x1c.millrace.usage.v1.LedgerRow\"5\n\x0fGetUsageRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"=\n\x10GetUsageResponse\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.millrace.usage.v1.LedgerRow\"\xb0\x02\n\x06Limits\x12 \n\x13requests_per_minute\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12%\n\x18\x63oncurrent_request_count\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1f\n\x12\x62udget_token_count\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12!\n\x14queued_request_count\x18\x05 \x01(\x05H\x04\x88\x01\x01\x42\x16\n\x14_requests_per_minuteB\x14\n\x12_tokens_per_minuteB\x1b\n\x19_concurrent_request_countB\x15\n\x13_budget_token_countB\x17\n\x15_queued_request_count\"\x9a\x01\n\x06Tenant\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x0e\n\x06weight\x18\x04 \x01(\x02\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x86\x01\n\x13\x43reateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x13\n\x06weight\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\t\n\x07_weight\"A\n\x14\x43reateTenantResponse\x12)\n\x06tenant\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.Tenant\"\x14\n\x12ListTenantsRequest\"A\n\x13ListTenantsResponse\x12*\n\x07tenants\x18\x01 \x03(\x0b\x32\x19.millrace.usage.v1.Tenant\"\xf2\x01\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x03 \x01(\t\x12\x0e\n\x06models\x18\x04 \x03(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x08 \x01(\t\"\x8a\x01\n\x10\x43reateKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x05 \x01(\t\"K\n\x11\x43reateKeyResponse\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\"!\n\x0fListKeysRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\";\n\x10ListKeysResponse\x12\'\n\x04keys\x18\x01 \x03(\x0b\x32\x19.millrace.usage.v1.ApiKey\"\"\n\x10RevokeKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\";\n\x11RevokeKeyResponse\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey2\xc3\x01\n\x0cUsageService\x12^\n\x0b\x45xportUsage\x12%.millrace.usage.v1.ExportUsageRequest\x1a&.millrace.usage.v1.ExportUsageResponse0\x01\x12S\n\x08GetUsage\x12\".millrace.usage.v1.GetUsageRequest\x1a#.millrace.usage.v1.GetUsageResponse2\xd4\x03\n\x0e\x41\x63\x63ountService\x12_\n\x0c\x43reateTenant\x12&.millrace.usage.v1.CreateTenantRequest\x1a\'.millrace.usage.v1.CreateTenantResponse\x12\\\n\x0bListTenants\x12%.millrace.usage.v1.ListTenantsRequest\x1a&.millrace.usage.v1.ListTenantsResponse\x12V\n\tCreateKey\x12#.millrace.usage.v1.CreateKeyRequest\x1a$.millrace.usage.v1.CreateKeyResponse\x12S\n\x08ListKeys\x12\".millrace.usage.v1.ListKeysRequest\x1a#.millrace.usage.v1.ListKeysResponse\x12V\n\tRevokeKey\x12#.millrace.usage.v1.RevokeKeyRequest\x1a$.millrace.usage.v1.RevokeKeyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/usage/v1/usage_service.proto\x12\x11millrace.usage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fmillrace/common/v1/common.proto\x1a#millrace/usage/v1/usage_event.proto\"\x98\x01\n\x12\x45xportUsageRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x61\x66ter_row_id\x18\x02 \x01(\x03\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"z\n\tLedgerRow\x12\x0e\n\x06row_id\x18\x01 \x01(\x03\x12,\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x1d.millrace.usage.v1.UsageEvent\x12/\n\x0binsert_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"A\n\x13\x45xportUsageResponse\x12*\n\x04rows\x18\x01 \x03(\x0b\x32\x1c.millrace.usage.v1.LedgerRow\"5\n\x0fGetUsageRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"=\n\x10GetUsageResponse\x12)\n\x03row\x18\x01 \x01(\x0b\x32\x1c.millrace.usage.v1.LedgerRow\"\x84\x07\n\x06Limits\x12 \n\x13requests_per_minute\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1e\n\x11tokens_per_minute\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12%\n\x18\x63oncurrent_request_count\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x1f\n\x12\x62udget_token_count\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12!\n\x14queued_request_count\x18\x05 \x01(\x05H\x04\x88\x01\x01\x12$\n\x17input_tokens_per_minute\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12%\n\x18output_tokens_per_minute\x18\x07 \x01(\x03H\x06\x88\x01\x01\x12%\n\x18\x64\x61ily_budget_token_count\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12\'\n\x1amonthly_budget_token_count\x18\t \x01(\x03H\x08\x88\x01\x01\x12\x1f\n\x12\x64\x61ily_budget_nanos\x18\n \x01(\x03H\t\x88\x01\x01\x12!\n\x14monthly_budget_nanos\x18\x0b \x01(\x03H\n\x88\x01\x01\x12;\n\x10priority_ceiling\x18\x0c \x01(\x0e\x32!.millrace.common.v1.PriorityClass\x12>\n\x0blength_caps\x18\r \x03(\x0b\x32).millrace.usage.v1.Limits.LengthCapsEntry\x1aO\n\x0fLengthCapsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.millrace.usage.v1.LengthCap:\x02\x38\x01\x42\x16\n\x14_requests_per_minuteB\x14\n\x12_tokens_per_minuteB\x1b\n\x19_concurrent_request_countB\x15\n\x13_budget_token_countB\x17\n\x15_queued_request_countB\x1a\n\x18_input_tokens_per_minuteB\x1b\n\x19_output_tokens_per_minuteB\x1b\n\x19_daily_budget_token_countB\x1d\n\x1b_monthly_budget_token_countB\x15\n\x13_daily_budget_nanosB\x17\n\x15_monthly_budget_nanos\"{\n\tLengthCap\x12\x1f\n\x12prompt_token_count\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x12output_token_count\x18\x02 \x01(\x05H\x01\x88\x01\x01\x42\x15\n\x13_prompt_token_countB\x15\n\x13_output_token_count\"\x9a\x01\n\x06Tenant\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x0e\n\x06weight\x18\x04 \x01(\x02\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x86\x01\n\x13\x43reateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x13\n\x06weight\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\t\n\x07_weight\"A\n\x14\x43reateTenantResponse\x12)\n\x06tenant\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.Tenant\"\x14\n\x12ListTenantsRequest\"A\n\x13ListTenantsResponse\x12*\n\x07tenants\x18\x01 \x03(\x0b\x32\x19.millrace.usage.v1.Tenant\"\x9c\x01\n\x13UpdateTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x19\n\x0c\x64isplay_name\x18\x02 \x01(\tH\x00\x88\x01\x01\x12)\n\x06limits\x18\x03 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x13\n\x06weight\x18\x04 \x01(\x02H\x01\x88\x01\x01\x42\x0f\n\r_display_nameB\t\n\x07_weight\"A\n\x14UpdateTenantResponse\x12)\n\x06tenant\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.Tenant\"q\n\x07Project\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"M\n\x14\x43reateProjectRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x0f\n\x07project\x18\x02 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x03 \x01(\t\"D\n\x15\x43reateProjectResponse\x12+\n\x07project\x18\x01 \x01(\x0b\x32\x1a.millrace.usage.v1.Project\"%\n\x13ListProjectsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"D\n\x14ListProjectsResponse\x12,\n\x08projects\x18\x01 \x03(\x0b\x32\x1a.millrace.usage.v1.Project\"\xcd\x02\n\x06\x41piKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x03 \x01(\t\x12\x0e\n\x06models\x18\x04 \x03(\t\x12/\n\x0b\x63reate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x08 \x01(\t\x12)\n\x06limits\x18\t \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x13\n\x06weight\x18\n \x01(\x02H\x00\x88\x01\x01\x12\x0e\n\x06scopes\x18\x0b \x03(\tB\t\n\x07_weight\"\xe5\x01\n\x10\x43reateKeyRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0c\x64isplay_name\x18\x02 \x01(\t\x12\x0e\n\x06models\x18\x03 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x05 \x01(\t\x12)\n\x06limits\x18\x06 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x13\n\x06weight\x18\x07 \x01(\x02H\x00\x88\x01\x01\x12\x0e\n\x06scopes\x18\x08 \x03(\tB\t\n\x07_weight\"K\n\x11\x43reateKeyResponse\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\"!\n\x0fListKeysRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\";\n\x10ListKeysResponse\x12\'\n\x04keys\x18\x01 \x03(\x0b\x32\x19.millrace.usage.v1.ApiKey\"m\n\x10UpdateKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12)\n\x06limits\x18\x02 \x01(\x0b\x32\x19.millrace.usage.v1.Limits\x12\x13\n\x06weight\x18\x03 \x01(\x02H\x00\x88\x01\x01\x42\t\n\x07_weight\";\n\x11UpdateKeyResponse\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey\"N\n\x10RotateKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12*\n\x07overlap\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"w\n\x11RotateKeyResponse\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\x12*\n\x07old_key\x18\x03 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey\"\"\n\x10RevokeKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\";\n\x11RevokeKeyResponse\x12&\n\x03key\x18\x01 \x01(\x0b\x32\x19.millrace.usage.v1.ApiKey\"\xbb\x01\n\x08\x41\x64minKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0brevoke_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"V\n\x15\x43reateAdminKeyRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"R\n\x16\x43reateAdminKeyResponse\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.millrace.usage.v1.AdminKey\x12\x0e\n\x06secret\x18\x02 \x01(\t\"\x16\n\x14ListAdminKeysRequest\"B\n\x15ListAdminKeysResponse\x12)\n\x04keys\x18\x01 \x03(\x0b\x32\x1b.millrace.usage.v1.AdminKey\"\'\n\x15RevokeAdminKeyRequest\x12\x0e\n\x06key_id\x18\x01 \x01(\t\"B\n\x16RevokeAdminKeyResponse\x12(\n\x03key\x18\x01 \x01(\x0b\x32\x1b.millrace.usage.v1.AdminKey\"\xda\x01\n\x0b\x41uditRecord\x12\x10\n\x08\x61udit_id\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0f\n\x07subject\x18\x06 \x01(\t\x12\'\n\x06\x62\x65\x66ore\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x12&\n\x05\x61\x66ter\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\"`\n\x10ListAuditRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_audit_id\x18\x02 \x01(\x03\x12\x16\n\tpage_size\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x0c\n\n_page_size\"D\n\x11ListAuditResponse\x12/\n\x07records\x18\x01 \x03(\x0b\x32\x1e.millrace.usage.v1.AuditRecord2\xc3\x01\n\x0cUsageService\x12^\n\x0b\x45xportUsage\x12%.millrace.usage.v1.ExportUsageRequest\x1a&.millrace.usage.v1.ExportUsageResponse0\x01\x12S\n\x08GetUsage\x12\".millrace.usage.v1.GetUsageRequest\x1a#.millrace.usage.v1.GetUsageResponse2\xb4\n\n\x0e\x41\x63\x63ountService\x12_\n\x0c\x43reateTenant\x12&.millrace.usage.v1.CreateTenantRequest\x1a\'.millrace.usage.v1.CreateTenantResponse\x12\\\n\x0bListTenants\x12%.millrace.usage.v1.ListTenantsRequest\x1a&.millrace.usage.v1.ListTenantsResponse\x12_\n\x0cUpdateTenant\x12&.millrace.usage.v1.UpdateTenantRequest\x1a\'.millrace.usage.v1.UpdateTenantResponse\x12\x62\n\rCreateProject\x12\'.millrace.usage.v1.CreateProjectRequest\x1a(.millrace.usage.v1.CreateProjectResponse\x12_\n\x0cListProjects\x12&.millrace.usage.v1.ListProjectsRequest\x1a\'.millrace.usage.v1.ListProjectsResponse\x12V\n\tCreateKey\x12#.millrace.usage.v1.CreateKeyRequest\x1a$.millrace.usage.v1.CreateKeyResponse\x12S\n\x08ListKeys\x12\".millrace.usage.v1.ListKeysRequest\x1a#.millrace.usage.v1.ListKeysResponse\x12V\n\tUpdateKey\x12#.millrace.usage.v1.UpdateKeyRequest\x1a$.millrace.usage.v1.UpdateKeyResponse\x12V\n\tRotateKey\x12#.millrace.usage.v1.RotateKeyRequest\x1a$.millrace.usage.v1.RotateKeyResponse\x12V\n\tRevokeKey\x12#.millrace.usage.v1.RevokeKeyRequest\x1a$.millrace.usage.v1.RevokeKeyResponse\x12\x65\n\x0e\x43reateAdminKey\x12(.millrace.usage.v1.CreateAdminKeyRequest\x1a).millrace.usage.v1.CreateAdminKeyResponse\x12\x62\n\rListAdminKeys\x12\'.millrace.usage.v1.ListAdminKeysRequest\x1a(.millrace.usage.v1.ListAdminKeysResponse\x12\x65\n\x0eRevokeAdminKey\x12(.millrace.usage.v1.RevokeAdminKeyRequest\x1a).millrace.usage.v1.RevokeAdminKeyResponse\x12V\n\tListAudit\x12#.millrace.usage.v1.ListAuditRequest\x1a$.millrace.usage.v1.ListAuditResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.usage.v1.usage_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXPORTUSAGEREQUEST']._serialized_start=131
-  _globals['_EXPORTUSAGEREQUEST']._serialized_end=283
-  _globals['_LEDGERROW']._serialized_start=285
-  _globals['_LEDGERROW']._serialized_end=407
-  _globals['_EXPORTUSAGERESPONSE']._serialized_start=409
-  _globals['_EXPORTUSAGERESPONSE']._serialized_end=474
-  _globals['_GETUSAGEREQUEST']._serialized_start=476
-  _globals['_GETUSAGEREQUEST']._serialized_end=529
-  _globals['_GETUSAGERESPONSE']._serialized_start=531
-  _globals['_GETUSAGERESPONSE']._serialized_end=592
-  _globals['_LIMITS']._serialized_start=595
-  _globals['_LIMITS']._serialized_end=899
-  _globals['_TENANT']._serialized_start=902
-  _globals['_TENANT']._serialized_end=1056
-  _globals['_CREATETENANTREQUEST']._serialized_start=1059
-  _globals['_CREATETENANTREQUEST']._serialized_end=1193
-  _globals['_CREATETENANTRESPONSE']._serialized_start=1195
-  _globals['_CREATETENANTRESPONSE']._serialized_end=1260
-  _globals['_LISTTENANTSREQUEST']._serialized_start=1262
-  _globals['_LISTTENANTSREQUEST']._serialized_end=1282
-  _globals['_LISTTENANTSRESPONSE']._serialized_start=1284
-  _globals['_LISTTENANTSRESPONSE']._serialized_end=1349
-  _globals['_APIKEY']._serialized_start=1352
-  _globals['_APIKEY']._serialized_end=1594
-  _globals['_CREATEKEYREQUEST']._serialized_start=1597
-  _globals['_CREATEKEYREQUEST']._serialized_end=1735
-  _globals['_CREATEKEYRESPONSE']._serialized_start=1737
-  _globals['_CREATEKEYRESPONSE']._serialized_end=1812
-  _globals['_LISTKEYSREQUEST']._serialized_start=1814
-  _globals['_LISTKEYSREQUEST']._serialized_end=1847
-  _globals['_LISTKEYSRESPONSE']._serialized_start=1849
-  _globals['_LISTKEYSRESPONSE']._serialized_end=1908
-  _globals['_REVOKEKEYREQUEST']._serialized_start=1910
-  _globals['_REVOKEKEYREQUEST']._serialized_end=1944
-  _globals['_REVOKEKEYRESPONSE']._serialized_start=1946
-  _globals['_REVOKEKEYRESPONSE']._serialized_end=2005
-  _globals['_USAGESERVICE']._serialized_start=2008
-  _globals['_USAGESERVICE']._serialized_end=2203
-  _globals['_ACCOUNTSERVICE']._serialized_start=2206
-  _globals['_ACCOUNTSERVICE']._serialized_end=2674
+  _globals['_LIMITS_LENGTHCAPSENTRY']._loaded_options = None
+  _globals['_LIMITS_LENGTHCAPSENTRY']._serialized_options = b'8\001'
+  _globals['_EXPORTUSAGEREQUEST']._serialized_start=226
+  _globals['_EXPORTUSAGEREQUEST']._serialized_end=378
+  _globals['_LEDGERROW']._serialized_start=380
+  _globals['_LEDGERROW']._serialized_end=502
+  _globals['_EXPORTUSAGERESPONSE']._serialized_start=504
+  _globals['_EXPORTUSAGERESPONSE']._serialized_end=569
+  _globals['_GETUSAGEREQUEST']._serialized_start=571
+  _globals['_GETUSAGEREQUEST']._serialized_end=624
+  _globals['_GETUSAGERESPONSE']._serialized_start=626
+  _globals['_GETUSAGERESPONSE']._serialized_end=687
+  _globals['_LIMITS']._serialized_start=690
+  _globals['_LIMITS']._serialized_end=1590
+  _globals['_LIMITS_LENGTHCAPSENTRY']._serialized_start=1223
+  _globals['_LIMITS_LENGTHCAPSENTRY']._serialized_end=1302
+  _globals['_LENGTHCAP']._serialized_start=1592
+  _globals['_LENGTHCAP']._serialized_end=1715
+  _globals['_TENANT']._serialized_start=1718
+  _globals['_TENANT']._serialized_end=1872
+  _globals['_CREATETENANTREQUEST']._serialized_start=1875
+  _globals['_CREATETENANTREQUEST']._serialized_end=2009
+  _globals['_CREATETENANTRESPONSE']._serialized_start=2011
+  _globals['_CREATETENANTRESPONSE']._serialized_end=2076
+  _globals['_LISTTENANTSREQUEST']._serialized_start=2078
+  _globals['_LISTTENANTSREQUEST']._serialized_end=2098
+  _globals['_LISTTENANTSRESPONSE']._serialized_start=2100
+  _globals['_LISTTENANTSRESPONSE']._serialized_end=2165
+  _globals['_UPDATETENANTREQUEST']._serialized_start=2168
+  _globals['_UPDATETENANTREQUEST']._serialized_end=2324
+  _globals['_UPDATETENANTRESPONSE']._serialized_start=2326
+  _globals['_UPDATETENANTRESPONSE']._serialized_end=2391
+  _globals['_PROJECT']._serialized_start=2393
+  _globals['_PROJECT']._serialized_end=2506
+  _globals['_CREATEPROJECTREQUEST']._serialized_start=2508
+  _globals['_CREATEPROJECTREQUEST']._serialized_end=2585
+  _globals['_CREATEPROJECTRESPONSE']._serialized_start=2587
+  _globals['_CREATEPROJECTRESPONSE']._serialized_end=2655
+  _globals['_LISTPROJECTSREQUEST']._serialized_start=2657
+  _globals['_LISTPROJECTSREQUEST']._serialized_end=2694
+  _globals['_LISTPROJECTSRESPONSE']._serialized_start=2696
+  _globals['_LISTPROJECTSRESPONSE']._serialized_end=2764
+  _globals['_APIKEY']._serialized_start=2767
+  _globals['_APIKEY']._serialized_end=3100
+  _globals['_CREATEKEYREQUEST']._serialized_start=3103
+  _globals['_CREATEKEYREQUEST']._serialized_end=3332
+  _globals['_CREATEKEYRESPONSE']._serialized_start=3334
+  _globals['_CREATEKEYRESPONSE']._serialized_end=3409
+  _globals['_LISTKEYSREQUEST']._serialized_start=3411
+  _globals['_LISTKEYSREQUEST']._serialized_end=3444
+  _globals['_LISTKEYSRESPONSE']._serialized_start=3446
+  _globals['_LISTKEYSRESPONSE']._serialized_end=3505
+  _globals['_UPDATEKEYREQUEST']._serialized_start=3507
+  _globals['_UPDATEKEYREQUEST']._serialized_end=3616
+  _globals['_UPDATEKEYRESPONSE']._serialized_start=3618
+  _globals['_UPDATEKEYRESPONSE']._serialized_end=3677
+  _globals['_ROTATEKEYREQUEST']._serialized_start=3679
+  _globals['_ROTATEKEYREQUEST']._serialized_end=3757
+  _globals['_ROTATEKEYRESPONSE']._serialized_start=3759
+  _globals['_ROTATEKEYRESPONSE']._serialized_end=3878
+  _globals['_REVOKEKEYREQUEST']._serialized_start=3880
+  _globals['_REVOKEKEYREQUEST']._serialized_end=3914
+  _globals['_REVOKEKEYRESPONSE']._serialized_start=3916
+  _globals['_REVOKEKEYRESPONSE']._serialized_end=3975
+  _globals['_ADMINKEY']._serialized_start=3978
+  _globals['_ADMINKEY']._serialized_end=4165
+  _globals['_CREATEADMINKEYREQUEST']._serialized_start=4167
+  _globals['_CREATEADMINKEYREQUEST']._serialized_end=4253
+  _globals['_CREATEADMINKEYRESPONSE']._serialized_start=4255
+  _globals['_CREATEADMINKEYRESPONSE']._serialized_end=4337
+  _globals['_LISTADMINKEYSREQUEST']._serialized_start=4339
+  _globals['_LISTADMINKEYSREQUEST']._serialized_end=4361
+  _globals['_LISTADMINKEYSRESPONSE']._serialized_start=4363
+  _globals['_LISTADMINKEYSRESPONSE']._serialized_end=4429
+  _globals['_REVOKEADMINKEYREQUEST']._serialized_start=4431
+  _globals['_REVOKEADMINKEYREQUEST']._serialized_end=4470
+  _globals['_REVOKEADMINKEYRESPONSE']._serialized_start=4472
+  _globals['_REVOKEADMINKEYRESPONSE']._serialized_end=4538
+  _globals['_AUDITRECORD']._serialized_start=4541
+  _globals['_AUDITRECORD']._serialized_end=4759
+  _globals['_LISTAUDITREQUEST']._serialized_start=4761
+  _globals['_LISTAUDITREQUEST']._serialized_end=4857
+  _globals['_LISTAUDITRESPONSE']._serialized_start=4859
+  _globals['_LISTAUDITRESPONSE']._serialized_end=4927
+  _globals['_USAGESERVICE']._serialized_start=4930
+  _globals['_USAGESERVICE']._serialized_end=5125
+  _globals['_ACCOUNTSERVICE']._serialized_start=5128
+  _globals['_ACCOUNTSERVICE']._serialized_end=6460
 # @@protoc_insertion_point(module_scope)

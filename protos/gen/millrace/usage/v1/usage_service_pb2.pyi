@@ -5,9 +5,12 @@ The ledger and the accounts behind it: who may call, and what they used."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from millrace.common.v1 import common_pb2 as _common_pb2
 from millrace.usage.v1 import usage_event_pb2 as _usage_event_pb2
 import builtins as _builtins
 import sys
@@ -146,17 +149,60 @@ Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 class Limits(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LengthCapsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___LengthCap: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___LengthCap | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUESTS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
     CONCURRENT_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
     BUDGET_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     QUEUED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    INPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_PER_MINUTE_FIELD_NUMBER: _builtins.int
+    DAILY_BUDGET_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MONTHLY_BUDGET_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DAILY_BUDGET_NANOS_FIELD_NUMBER: _builtins.int
+    MONTHLY_BUDGET_NANOS_FIELD_NUMBER: _builtins.int
+    PRIORITY_CEILING_FIELD_NUMBER: _builtins.int
+    LENGTH_CAPS_FIELD_NUMBER: _builtins.int
     requests_per_minute: _builtins.int
     """Absent means unlimited."""
     tokens_per_minute: _builtins.int
     concurrent_request_count: _builtins.int
     budget_token_count: _builtins.int
     queued_request_count: _builtins.int
+    input_tokens_per_minute: _builtins.int
+    output_tokens_per_minute: _builtins.int
+    daily_budget_token_count: _builtins.int
+    """Of the UTC day and month."""
+    monthly_budget_token_count: _builtins.int
+    daily_budget_nanos: _builtins.int
+    """10^-9 of the currency unit; what has no price costs nothing."""
+    monthly_budget_nanos: _builtins.int
+    priority_ceiling: _common_pb2.PriorityClass.ValueType
+    """Requests above this class run in it."""
+    @_builtins.property
+    def length_caps(self) -> _containers.MessageMap[_builtins.str, Global___LengthCap]:
+        """By `model@version`, `model`, or `*` for all others."""
+
     def __init__(
         self,
         *,
@@ -165,15 +211,35 @@ class Limits(_message.Message):
         concurrent_request_count: _builtins.int | None = ...,
         budget_token_count: _builtins.int | None = ...,
         queued_request_count: _builtins.int | None = ...,
+        input_tokens_per_minute: _builtins.int | None = ...,
+        output_tokens_per_minute: _builtins.int | None = ...,
+        daily_budget_token_count: _builtins.int | None = ...,
+        monthly_budget_token_count: _builtins.int | None = ...,
+        daily_budget_nanos: _builtins.int | None = ...,
+        monthly_budget_nanos: _builtins.int | None = ...,
+        priority_ceiling: _common_pb2.PriorityClass.ValueType = ...,
+        length_caps: _abc.Mapping[_builtins.str, Global___LengthCap] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_daily_budget_nanos", b"_daily_budget_nanos", "_daily_budget_token_count", b"_daily_budget_token_count", "_input_tokens_per_minute", b"_input_tokens_per_minute", "_monthly_budget_nanos", b"_monthly_budget_nanos", "_monthly_budget_token_count", b"_monthly_budget_token_count", "_output_tokens_per_minute", b"_output_tokens_per_minute", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "daily_budget_nanos", b"daily_budget_nanos", "daily_budget_token_count", b"daily_budget_token_count", "input_tokens_per_minute", b"input_tokens_per_minute", "monthly_budget_nanos", b"monthly_budget_nanos", "monthly_budget_token_count", b"monthly_budget_token_count", "output_tokens_per_minute", b"output_tokens_per_minute", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_daily_budget_nanos", b"_daily_budget_nanos", "_daily_budget_token_count", b"_daily_budget_token_count", "_input_tokens_per_minute", b"_input_tokens_per_minute", "_monthly_budget_nanos", b"_monthly_budget_nanos", "_monthly_budget_token_count", b"_monthly_budget_token_count", "_output_tokens_per_minute", b"_output_tokens_per_minute", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "daily_budget_nanos", b"daily_budget_nanos", "daily_budget_token_count", b"daily_budget_token_count", "input_tokens_per_minute", b"input_tokens_per_minute", "length_caps", b"length_caps", "monthly_budget_nanos", b"monthly_budget_nanos", "monthly_budget_token_count", b"monthly_budget_token_count", "output_tokens_per_minute", b"output_tokens_per_minute", "priority_ceiling", b"priority_ceiling", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__budget_token_count: _TypeAlias = _typing.Literal["budget_token_count"]  # noqa: Y015
     _WhichOneofArgType__budget_token_count: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count"]  # noqa: Y015
     _WhichOneofReturnType__concurrent_request_count: _TypeAlias = _typing.Literal["concurrent_request_count"]  # noqa: Y015
     _WhichOneofArgType__concurrent_request_count: _TypeAlias = _typing.Literal["_concurrent_request_count", b"_concurrent_request_count"]  # noqa: Y015
+    _WhichOneofReturnType__daily_budget_nanos: _TypeAlias = _typing.Literal["daily_budget_nanos"]  # noqa: Y015
+    _WhichOneofArgType__daily_budget_nanos: _TypeAlias = _typing.Literal["_daily_budget_nanos", b"_daily_budget_nanos"]  # noqa: Y015
+    _WhichOneofReturnType__daily_budget_token_count: _TypeAlias = _typing.Literal["daily_budget_token_count"]  # noqa: Y015
+    _WhichOneofArgType__daily_budget_token_count: _TypeAlias = _typing.Literal["_daily_budget_token_count", b"_daily_budget_token_count"]  # noqa: Y015
+    _WhichOneofReturnType__input_tokens_per_minute: _TypeAlias = _typing.Literal["input_tokens_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__input_tokens_per_minute: _TypeAlias = _typing.Literal["_input_tokens_per_minute", b"_input_tokens_per_minute"]  # noqa: Y015
+    _WhichOneofReturnType__monthly_budget_nanos: _TypeAlias = _typing.Literal["monthly_budget_nanos"]  # noqa: Y015
+    _WhichOneofArgType__monthly_budget_nanos: _TypeAlias = _typing.Literal["_monthly_budget_nanos", b"_monthly_budget_nanos"]  # noqa: Y015
+    _WhichOneofReturnType__monthly_budget_token_count: _TypeAlias = _typing.Literal["monthly_budget_token_count"]  # noqa: Y015
+    _WhichOneofArgType__monthly_budget_token_count: _TypeAlias = _typing.Literal["_monthly_budget_token_count", b"_monthly_budget_token_count"]  # noqa: Y015
+    _WhichOneofReturnType__output_tokens_per_minute: _TypeAlias = _typing.Literal["output_tokens_per_minute"]  # noqa: Y015
+    _WhichOneofArgType__output_tokens_per_minute: _TypeAlias = _typing.Literal["_output_tokens_per_minute", b"_output_tokens_per_minute"]  # noqa: Y015
     _WhichOneofReturnType__queued_request_count: _TypeAlias = _typing.Literal["queued_request_count"]  # noqa: Y015
     _WhichOneofArgType__queued_request_count: _TypeAlias = _typing.Literal["_queued_request_count", b"_queued_request_count"]  # noqa: Y015
     _WhichOneofReturnType__requests_per_minute: _TypeAlias = _typing.Literal["requests_per_minute"]  # noqa: Y015
@@ -185,6 +251,18 @@ class Limits(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__concurrent_request_count) -> _WhichOneofReturnType__concurrent_request_count | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__daily_budget_nanos) -> _WhichOneofReturnType__daily_budget_nanos | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__daily_budget_token_count) -> _WhichOneofReturnType__daily_budget_token_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_tokens_per_minute) -> _WhichOneofReturnType__input_tokens_per_minute | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__monthly_budget_nanos) -> _WhichOneofReturnType__monthly_budget_nanos | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__monthly_budget_token_count) -> _WhichOneofReturnType__monthly_budget_token_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_tokens_per_minute) -> _WhichOneofReturnType__output_tokens_per_minute | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_request_count) -> _WhichOneofReturnType__queued_request_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_per_minute) -> _WhichOneofReturnType__requests_per_minute | None: ...
@@ -192,6 +270,37 @@ class Limits(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_minute) -> _WhichOneofReturnType__tokens_per_minute | None: ...
 
 Global___Limits: _TypeAlias = Limits  # noqa: Y015
+
+@_typing.final
+class LengthCap(_message.Message):
+    """LengthCap bounds a request in tokens; absent is the model's own bound."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    prompt_token_count: _builtins.int
+    output_token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        prompt_token_count: _builtins.int | None = ...,
+        output_token_count: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_token_count", b"_output_token_count", "_prompt_token_count", b"_prompt_token_count", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_token_count", b"_output_token_count", "_prompt_token_count", b"_prompt_token_count", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__output_token_count: _TypeAlias = _typing.Literal["output_token_count"]  # noqa: Y015
+    _WhichOneofArgType__output_token_count: _TypeAlias = _typing.Literal["_output_token_count", b"_output_token_count"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_token_count: _TypeAlias = _typing.Literal["prompt_token_count"]  # noqa: Y015
+    _WhichOneofArgType__prompt_token_count: _TypeAlias = _typing.Literal["_prompt_token_count", b"_prompt_token_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_token_count) -> _WhichOneofReturnType__output_token_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_token_count) -> _WhichOneofReturnType__prompt_token_count | None: ...
+
+Global___LengthCap: _TypeAlias = LengthCap  # noqa: Y015
 
 @_typing.final
 class Tenant(_message.Message):
@@ -314,6 +423,178 @@ class ListTenantsResponse(_message.Message):
 Global___ListTenantsResponse: _TypeAlias = ListTenantsResponse  # noqa: Y015
 
 @_typing.final
+class UpdateTenantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    display_name: _builtins.str
+    weight: _builtins.float
+    @_builtins.property
+    def limits(self) -> Global___Limits:
+        """Takes the place of all limits; absent leaves them."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        display_name: _builtins.str | None = ...,
+        limits: Global___Limits | None = ...,
+        weight: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_display_name", b"_display_name", "_weight", b"_weight", "display_name", b"display_name", "limits", b"limits", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_display_name", b"_display_name", "_weight", b"_weight", "display_name", b"display_name", "limits", b"limits", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__display_name: _TypeAlias = _typing.Literal["display_name"]  # noqa: Y015
+    _WhichOneofArgType__display_name: _TypeAlias = _typing.Literal["_display_name", b"_display_name"]  # noqa: Y015
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__display_name) -> _WhichOneofReturnType__display_name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___UpdateTenantRequest: _TypeAlias = UpdateTenantRequest  # noqa: Y015
+
+@_typing.final
+class UpdateTenantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tenant(self) -> Global___Tenant: ...
+    def __init__(
+        self,
+        *,
+        tenant: Global___Tenant | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateTenantResponse: _TypeAlias = UpdateTenantResponse  # noqa: Y015
+
+@_typing.final
+class Project(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    project: _builtins.str
+    display_name: _builtins.str
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        project: _builtins.str = ...,
+        display_name: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "display_name", b"display_name", "project", b"project", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Project: _TypeAlias = Project  # noqa: Y015
+
+@_typing.final
+class CreateProjectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    DISPLAY_NAME_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    project: _builtins.str
+    display_name: _builtins.str
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        project: _builtins.str = ...,
+        display_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "project", b"project", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateProjectRequest: _TypeAlias = CreateProjectRequest  # noqa: Y015
+
+@_typing.final
+class CreateProjectResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def project(self) -> Global___Project: ...
+    def __init__(
+        self,
+        *,
+        project: Global___Project | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["project", b"project"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateProjectResponse: _TypeAlias = CreateProjectResponse  # noqa: Y015
+
+@_typing.final
+class ListProjectsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Empty means every tenant."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProjectsRequest: _TypeAlias = ListProjectsRequest  # noqa: Y015
+
+@_typing.final
+class ListProjectsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROJECTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def projects(self) -> _containers.RepeatedCompositeFieldContainer[Global___Project]: ...
+    def __init__(
+        self,
+        *,
+        projects: _abc.Iterable[Global___Project] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["projects", b"projects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProjectsResponse: _TypeAlias = ListProjectsResponse  # noqa: Y015
+
+@_typing.final
 class ApiKey(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -325,11 +606,16 @@ class ApiKey(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
     key_id: _builtins.str
     """Public part of the key."""
     tenant: _builtins.str
     display_name: _builtins.str
     project: _builtins.str
+    weight: _builtins.float
+    """In place of the tenant's."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Models the key may use; empty means all of the tenant's."""
@@ -340,6 +626,14 @@ class ApiKey(_message.Message):
     def expire_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def revoke_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def limits(self) -> Global___Limits:
+        """The key's own limits; the tenant's hold beside them."""
+
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """`inference`, `usage:read`."""
+
     def __init__(
         self,
         *,
@@ -351,12 +645,17 @@ class ApiKey(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
         project: _builtins.str = ...,
+        limits: Global___Limits | None = ...,
+        weight: _builtins.float | None = ...,
+        scopes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "create_time", b"create_time", "expire_time", b"expire_time", "limits", b"limits", "revoke_time", b"revoke_time", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "display_name", b"display_name", "expire_time", b"expire_time", "key_id", b"key_id", "models", b"models", "project", b"project", "revoke_time", b"revoke_time", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "create_time", b"create_time", "display_name", b"display_name", "expire_time", b"expire_time", "key_id", b"key_id", "limits", b"limits", "models", b"models", "project", b"project", "revoke_time", b"revoke_time", "scopes", b"scopes", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___ApiKey: _TypeAlias = ApiKey  # noqa: Y015
 
@@ -369,13 +668,24 @@ class CreateKeyRequest(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     display_name: _builtins.str
     project: _builtins.str
+    """Made where the tenant has none of this name."""
+    weight: _builtins.float
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """`inference` unless given."""
+
     def __init__(
         self,
         *,
@@ -384,12 +694,17 @@ class CreateKeyRequest(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         project: _builtins.str = ...,
+        limits: Global___Limits | None = ...,
+        weight: _builtins.float | None = ...,
+        scopes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "expire_time", b"expire_time", "limits", b"limits", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["display_name", b"display_name", "expire_time", b"expire_time", "models", b"models", "project", b"project", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "display_name", b"display_name", "expire_time", b"expire_time", "limits", b"limits", "models", b"models", "project", b"project", "scopes", b"scopes", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___CreateKeyRequest: _TypeAlias = CreateKeyRequest  # noqa: Y015
 
@@ -456,6 +771,108 @@ class ListKeysResponse(_message.Message):
 Global___ListKeysResponse: _TypeAlias = ListKeysResponse  # noqa: Y015
 
 @_typing.final
+class UpdateKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    key_id: _builtins.str
+    weight: _builtins.float
+    @_builtins.property
+    def limits(self) -> Global___Limits:
+        """Takes the place of all limits; absent leaves them."""
+
+    def __init__(
+        self,
+        *,
+        key_id: _builtins.str = ...,
+        limits: Global___Limits | None = ...,
+        weight: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "limits", b"limits", "weight", b"weight"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_weight", b"_weight", "key_id", b"key_id", "limits", b"limits", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
+    _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
+
+Global___UpdateKeyRequest: _TypeAlias = UpdateKeyRequest  # noqa: Y015
+
+@_typing.final
+class UpdateKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___ApiKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___ApiKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateKeyResponse: _TypeAlias = UpdateKeyResponse  # noqa: Y015
+
+@_typing.final
+class RotateKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    OVERLAP_FIELD_NUMBER: _builtins.int
+    key_id: _builtins.str
+    @_builtins.property
+    def overlap(self) -> _duration_pb2.Duration:
+        """How long the old key stays valid; one day unless given, 0 ends it now."""
+
+    def __init__(
+        self,
+        *,
+        key_id: _builtins.str = ...,
+        overlap: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["overlap", b"overlap"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_id", b"key_id", "overlap", b"overlap"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateKeyRequest: _TypeAlias = RotateKeyRequest  # noqa: Y015
+
+@_typing.final
+class RotateKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    OLD_KEY_FIELD_NUMBER: _builtins.int
+    secret: _builtins.str
+    @_builtins.property
+    def key(self) -> Global___ApiKey: ...
+    @_builtins.property
+    def old_key(self) -> Global___ApiKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___ApiKey | None = ...,
+        secret: _builtins.str = ...,
+        old_key: Global___ApiKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "old_key", b"old_key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "old_key", b"old_key", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateKeyResponse: _TypeAlias = RotateKeyResponse  # noqa: Y015
+
+@_typing.final
 class RevokeKeyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -493,3 +910,256 @@ class RevokeKeyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RevokeKeyResponse: _TypeAlias = RevokeKeyResponse  # noqa: Y015
+
+@_typing.final
+class AdminKey(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REVOKE_TIME_FIELD_NUMBER: _builtins.int
+    key_id: _builtins.str
+    name: _builtins.str
+    """Who acts with it, as audit records say."""
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def revoke_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        key_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        revoke_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "key_id", b"key_id", "name", b"name", "revoke_time", b"revoke_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdminKey: _TypeAlias = AdminKey  # noqa: Y015
+
+@_typing.final
+class CreateAdminKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAdminKeyRequest: _TypeAlias = CreateAdminKeyRequest  # noqa: Y015
+
+@_typing.final
+class CreateAdminKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
+    secret: _builtins.str
+    @_builtins.property
+    def key(self) -> Global___AdminKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___AdminKey | None = ...,
+        secret: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "secret", b"secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateAdminKeyResponse: _TypeAlias = CreateAdminKeyResponse  # noqa: Y015
+
+@_typing.final
+class ListAdminKeysRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdminKeysRequest: _TypeAlias = ListAdminKeysRequest  # noqa: Y015
+
+@_typing.final
+class ListAdminKeysResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdminKey]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[Global___AdminKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAdminKeysResponse: _TypeAlias = ListAdminKeysResponse  # noqa: Y015
+
+@_typing.final
+class RevokeAdminKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    key_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        key_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_id", b"key_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeAdminKeyRequest: _TypeAlias = RevokeAdminKeyRequest  # noqa: Y015
+
+@_typing.final
+class RevokeAdminKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___AdminKey: ...
+    def __init__(
+        self,
+        *,
+        key: Global___AdminKey | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeAdminKeyResponse: _TypeAlias = RevokeAdminKeyResponse  # noqa: Y015
+
+@_typing.final
+class AuditRecord(_message.Message):
+    """AuditRecord says who changed what, when, from what and to what."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUDIT_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    audit_id: _builtins.int
+    actor: _builtins.str
+    action: _builtins.str
+    """`tenant.create`, `key.revoke` and the like."""
+    tenant: _builtins.str
+    subject: _builtins.str
+    """Name or id of what was changed."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def before(self) -> _struct_pb2.Struct:
+        """Absent where there was nothing before."""
+
+    @_builtins.property
+    def after(self) -> _struct_pb2.Struct: ...
+    def __init__(
+        self,
+        *,
+        audit_id: _builtins.int = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        actor: _builtins.str = ...,
+        action: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        before: _struct_pb2.Struct | None = ...,
+        after: _struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "actor", b"actor", "after", b"after", "audit_id", b"audit_id", "before", b"before", "subject", b"subject", "tenant", b"tenant", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditRecord: _TypeAlias = AuditRecord  # noqa: Y015
+
+@_typing.final
+class ListAuditRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    AFTER_AUDIT_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Empty means every tenant."""
+    after_audit_id: _builtins.int
+    page_size: _builtins.int
+    """1 to 500; 100 unless given."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        after_audit_id: _builtins.int = ...,
+        page_size: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "page_size", b"page_size"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_page_size", b"_page_size", "after_audit_id", b"after_audit_id", "page_size", b"page_size", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__page_size: _TypeAlias = _typing.Literal["page_size"]  # noqa: Y015
+    _WhichOneofArgType__page_size: _TypeAlias = _typing.Literal["_page_size", b"_page_size"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size) -> _WhichOneofReturnType__page_size | None: ...
+
+Global___ListAuditRequest: _TypeAlias = ListAuditRequest  # noqa: Y015
+
+@_typing.final
+class ListAuditResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuditRecord]: ...
+    def __init__(
+        self,
+        *,
+        records: _abc.Iterable[Global___AuditRecord] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListAuditResponse: _TypeAlias = ListAuditResponse  # noqa: Y015

@@ -143,7 +143,8 @@ class UsageService:
 
 
 class AccountServiceStub:
-    """AccountService administers tenants and keys. Truth is the usage database; Redis holds a hot copy.
+    """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
+    hot copy. Each change leaves an audit record in its own transaction.
     """
 
     def __init__(self, channel):
@@ -162,6 +163,21 @@ class AccountServiceStub:
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.UpdateTenant = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/UpdateTenant',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateTenantRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateTenantResponse.FromString,
+                _registered_method=True)
+        self.CreateProject = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/CreateProject',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateProjectRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateProjectResponse.FromString,
+                _registered_method=True)
+        self.ListProjects = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/ListProjects',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListProjectsRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListProjectsResponse.FromString,
+                _registered_method=True)
         self.CreateKey = channel.unary_unary(
                 '/millrace.usage.v1.AccountService/CreateKey',
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateKeyRequest.SerializeToString,
@@ -172,15 +188,46 @@ class AccountServiceStub:
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListKeysRequest.SerializeToString,
                 response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListKeysResponse.FromString,
                 _registered_method=True)
+        self.UpdateKey = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/UpdateKey',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateKeyRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateKeyResponse.FromString,
+                _registered_method=True)
+        self.RotateKey = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/RotateKey',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RotateKeyRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RotateKeyResponse.FromString,
+                _registered_method=True)
         self.RevokeKey = channel.unary_unary(
                 '/millrace.usage.v1.AccountService/RevokeKey',
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeKeyRequest.SerializeToString,
                 response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeKeyResponse.FromString,
                 _registered_method=True)
+        self.CreateAdminKey = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/CreateAdminKey',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateAdminKeyRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateAdminKeyResponse.FromString,
+                _registered_method=True)
+        self.ListAdminKeys = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/ListAdminKeys',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAdminKeysRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAdminKeysResponse.FromString,
+                _registered_method=True)
+        self.RevokeAdminKey = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/RevokeAdminKey',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeAdminKeyRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeAdminKeyResponse.FromString,
+                _registered_method=True)
+        self.ListAudit = channel.unary_unary(
+                '/millrace.usage.v1.AccountService/ListAudit',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAuditRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAuditResponse.FromString,
+                _registered_method=True)
 
 
 class AccountServiceServicer:
-    """AccountService administers tenants and keys. Truth is the usage database; Redis holds a hot copy.
+    """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
+    hot copy. Each change leaves an audit record in its own transaction.
     """
 
     def CreateTenant(self, request, context):
@@ -190,6 +237,24 @@ class AccountServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateTenant(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateProject(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListProjects(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,8 +273,47 @@ class AccountServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateKey(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateKey(self, request, context):
+        """A new key with all that the old one may do; the old one ends after the overlap.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RevokeKey(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateAdminKey(self, request, context):
+        """Keys of administrators; the secret is in this answer only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdminKeys(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeAdminKey(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAudit(self, request, context):
+        """Oldest first, after a cursor.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -227,6 +331,21 @@ def add_AccountServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListTenantsRequest.FromString,
                     response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListTenantsResponse.SerializeToString,
             ),
+            'UpdateTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateTenant,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateTenantRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateTenantResponse.SerializeToString,
+            ),
+            'CreateProject': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateProject,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateProjectRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateProjectResponse.SerializeToString,
+            ),
+            'ListProjects': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListProjects,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListProjectsRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListProjectsResponse.SerializeToString,
+            ),
             'CreateKey': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateKey,
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateKeyRequest.FromString,
@@ -237,10 +356,40 @@ def add_AccountServiceServicer_to_server(servicer, server):
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListKeysRequest.FromString,
                     response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListKeysResponse.SerializeToString,
             ),
+            'UpdateKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateKey,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateKeyRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateKeyResponse.SerializeToString,
+            ),
+            'RotateKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateKey,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RotateKeyRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RotateKeyResponse.SerializeToString,
+            ),
             'RevokeKey': grpc.unary_unary_rpc_method_handler(
                     servicer.RevokeKey,
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeKeyRequest.FromString,
                     response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeKeyResponse.SerializeToString,
+            ),
+            'CreateAdminKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateAdminKey,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateAdminKeyRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateAdminKeyResponse.SerializeToString,
+            ),
+            'ListAdminKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdminKeys,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAdminKeysRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAdminKeysResponse.SerializeToString,
+            ),
+            'RevokeAdminKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeAdminKey,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeAdminKeyRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeAdminKeyResponse.SerializeToString,
+            ),
+            'ListAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAudit,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAuditRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAuditResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -251,7 +400,8 @@ def add_AccountServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AccountService:
-    """AccountService administers tenants and keys. Truth is the usage database; Redis holds a hot copy.
+    """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
+    hot copy. Each change leaves an audit record in its own transaction.
     """
 
     @staticmethod
@@ -298,6 +448,87 @@ class AccountService:
             '/millrace.usage.v1.AccountService/ListTenants',
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListTenantsRequest.SerializeToString,
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/UpdateTenant',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateTenantRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateProject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/CreateProject',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateProjectRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateProjectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListProjects(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/ListProjects',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListProjectsRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListProjectsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -363,6 +594,60 @@ class AccountService:
             _registered_method=True)
 
     @staticmethod
+    def UpdateKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/UpdateKey',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateKeyRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.UpdateKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/RotateKey',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.RotateKeyRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.RotateKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RevokeKey(request,
             target,
             options=(),
@@ -379,6 +664,114 @@ class AccountService:
             '/millrace.usage.v1.AccountService/RevokeKey',
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeKeyRequest.SerializeToString,
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateAdminKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/CreateAdminKey',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateAdminKeyRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.CreateAdminKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdminKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/ListAdminKeys',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAdminKeysRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAdminKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeAdminKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/RevokeAdminKey',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeAdminKeyRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.RevokeAdminKeyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.AccountService/ListAudit',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAuditRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListAuditResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,7 +64,9 @@ class UsageServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_UsageServiceServicer_to_server(servicer: UsageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AccountServiceStub:
-    """AccountService administers tenants and keys. Truth is the usage database; Redis holds a hot copy."""
+    """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
+    hot copy. Each change leaves an audit record in its own transaction.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -72,25 +74,53 @@ class AccountServiceStub:
     def __new__(cls, channel: _aio.Channel) -> AccountServiceAsyncStub: ...
     CreateTenant: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.CreateTenantRequest, _usage_service_pb2.CreateTenantResponse]
     ListTenants: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListTenantsRequest, _usage_service_pb2.ListTenantsResponse]
+    UpdateTenant: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.UpdateTenantRequest, _usage_service_pb2.UpdateTenantResponse]
+    CreateProject: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.CreateProjectRequest, _usage_service_pb2.CreateProjectResponse]
+    ListProjects: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListProjectsRequest, _usage_service_pb2.ListProjectsResponse]
     CreateKey: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.CreateKeyRequest, _usage_service_pb2.CreateKeyResponse]
     """The secret is in this answer and nowhere else, ever."""
     ListKeys: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListKeysRequest, _usage_service_pb2.ListKeysResponse]
+    UpdateKey: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.UpdateKeyRequest, _usage_service_pb2.UpdateKeyResponse]
+    RotateKey: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.RotateKeyRequest, _usage_service_pb2.RotateKeyResponse]
+    """A new key with all that the old one may do; the old one ends after the overlap."""
     RevokeKey: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.RevokeKeyRequest, _usage_service_pb2.RevokeKeyResponse]
+    CreateAdminKey: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.CreateAdminKeyRequest, _usage_service_pb2.CreateAdminKeyResponse]
+    """Keys of administrators; the secret is in this answer only."""
+    ListAdminKeys: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListAdminKeysRequest, _usage_service_pb2.ListAdminKeysResponse]
+    RevokeAdminKey: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.RevokeAdminKeyRequest, _usage_service_pb2.RevokeAdminKeyResponse]
+    ListAudit: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListAuditRequest, _usage_service_pb2.ListAuditResponse]
+    """Oldest first, after a cursor."""
 
 @_typing.type_check_only
 class AccountServiceAsyncStub(AccountServiceStub):
-    """AccountService administers tenants and keys. Truth is the usage database; Redis holds a hot copy."""
+    """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
+    hot copy. Each change leaves an audit record in its own transaction.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateTenant: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.CreateTenantRequest, _usage_service_pb2.CreateTenantResponse]  # type: ignore[assignment]
     ListTenants: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListTenantsRequest, _usage_service_pb2.ListTenantsResponse]  # type: ignore[assignment]
+    UpdateTenant: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.UpdateTenantRequest, _usage_service_pb2.UpdateTenantResponse]  # type: ignore[assignment]
+    CreateProject: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.CreateProjectRequest, _usage_service_pb2.CreateProjectResponse]  # type: ignore[assignment]
+    ListProjects: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListProjectsRequest, _usage_service_pb2.ListProjectsResponse]  # type: ignore[assignment]
     CreateKey: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.CreateKeyRequest, _usage_service_pb2.CreateKeyResponse]  # type: ignore[assignment]
     """The secret is in this answer and nowhere else, ever."""
     ListKeys: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListKeysRequest, _usage_service_pb2.ListKeysResponse]  # type: ignore[assignment]
+    UpdateKey: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.UpdateKeyRequest, _usage_service_pb2.UpdateKeyResponse]  # type: ignore[assignment]
+    RotateKey: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.RotateKeyRequest, _usage_service_pb2.RotateKeyResponse]  # type: ignore[assignment]
+    """A new key with all that the old one may do; the old one ends after the overlap."""
     RevokeKey: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.RevokeKeyRequest, _usage_service_pb2.RevokeKeyResponse]  # type: ignore[assignment]
+    CreateAdminKey: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.CreateAdminKeyRequest, _usage_service_pb2.CreateAdminKeyResponse]  # type: ignore[assignment]
+    """Keys of administrators; the secret is in this answer only."""
+    ListAdminKeys: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListAdminKeysRequest, _usage_service_pb2.ListAdminKeysResponse]  # type: ignore[assignment]
+    RevokeAdminKey: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.RevokeAdminKeyRequest, _usage_service_pb2.RevokeAdminKeyResponse]  # type: ignore[assignment]
+    ListAudit: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListAuditRequest, _usage_service_pb2.ListAuditResponse]  # type: ignore[assignment]
+    """Oldest first, after a cursor."""
 
 class AccountServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AccountService administers tenants and keys. Truth is the usage database; Redis holds a hot copy."""
+    """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
+    hot copy. Each change leaves an audit record in its own transaction.
+    """
 
     @_abc_1.abstractmethod
     def CreateTenant(
@@ -105,6 +135,27 @@ class AccountServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _usage_service_pb2.ListTenantsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_usage_service_pb2.ListTenantsResponse, _abc.Awaitable[_usage_service_pb2.ListTenantsResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def UpdateTenant(
+        self,
+        request: _usage_service_pb2.UpdateTenantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.UpdateTenantResponse, _abc.Awaitable[_usage_service_pb2.UpdateTenantResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CreateProject(
+        self,
+        request: _usage_service_pb2.CreateProjectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.CreateProjectResponse, _abc.Awaitable[_usage_service_pb2.CreateProjectResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListProjects(
+        self,
+        request: _usage_service_pb2.ListProjectsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.ListProjectsResponse, _abc.Awaitable[_usage_service_pb2.ListProjectsResponse]]: ...
 
     @_abc_1.abstractmethod
     def CreateKey(
@@ -122,10 +173,55 @@ class AccountServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_usage_service_pb2.ListKeysResponse, _abc.Awaitable[_usage_service_pb2.ListKeysResponse]]: ...
 
     @_abc_1.abstractmethod
+    def UpdateKey(
+        self,
+        request: _usage_service_pb2.UpdateKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.UpdateKeyResponse, _abc.Awaitable[_usage_service_pb2.UpdateKeyResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RotateKey(
+        self,
+        request: _usage_service_pb2.RotateKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.RotateKeyResponse, _abc.Awaitable[_usage_service_pb2.RotateKeyResponse]]:
+        """A new key with all that the old one may do; the old one ends after the overlap."""
+
+    @_abc_1.abstractmethod
     def RevokeKey(
         self,
         request: _usage_service_pb2.RevokeKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_usage_service_pb2.RevokeKeyResponse, _abc.Awaitable[_usage_service_pb2.RevokeKeyResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def CreateAdminKey(
+        self,
+        request: _usage_service_pb2.CreateAdminKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.CreateAdminKeyResponse, _abc.Awaitable[_usage_service_pb2.CreateAdminKeyResponse]]:
+        """Keys of administrators; the secret is in this answer only."""
+
+    @_abc_1.abstractmethod
+    def ListAdminKeys(
+        self,
+        request: _usage_service_pb2.ListAdminKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.ListAdminKeysResponse, _abc.Awaitable[_usage_service_pb2.ListAdminKeysResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RevokeAdminKey(
+        self,
+        request: _usage_service_pb2.RevokeAdminKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.RevokeAdminKeyResponse, _abc.Awaitable[_usage_service_pb2.RevokeAdminKeyResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListAudit(
+        self,
+        request: _usage_service_pb2.ListAuditRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.ListAuditResponse, _abc.Awaitable[_usage_service_pb2.ListAuditResponse]]:
+        """Oldest first, after a cursor."""
 
 def add_AccountServiceServicer_to_server(servicer: AccountServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
