@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from services.common.errors import (
 from services.gateway.generation import Generation
 from services.worker.model_source import load_model
 from services.worker.wiring import WorkerApp, build
+from tests.helpers.admission import open_budget
 from tests.helpers.gateway import KEY, POOL, Answer, FakeRouter, GatewayRig, end, read_all, running_back
 from tests.helpers.redis import RedisProcess
 from tests.helpers.worker import echo_config, echo_tokens
@@ -260,6 +262,7 @@ async def test_a_refused_request_leaves_nothing_behind(
 
 async def test_a_budget_stops_the_stream_at_exactly_its_last_token(rig: GatewayRig, store: AdmissionStore) -> None:
     key = limited(budget_tokens=105)
+    await open_budget(store, datetime.now(UTC).date())
     generation = await rig.back.generator.start(key, rig.request(prompt=5, max_tokens=300))
 
     answer = await read_all(generation)
@@ -270,6 +273,29 @@ async def test_a_budget_stops_the_stream_at_exactly_its_last_token(rig: GatewayR
     await assert_idle(rig, store)
     with pytest.raises(BudgetExhausted):
         await rig.back.generator.start(key, rig.request(prompt=5))
+
+
+async def test_64_streams_share_a_budget_to_its_last_token_and_not_past_it(
+    rig: GatewayRig, store: AdmissionStore, router: FakeRouter, redis_client: aioredis.Redis
+) -> None:
+    router.paused = True
+    budget = 5_000
+    key = dataclasses.replace(KEY, key_limits=QuotaLimits(daily_budget_tokens=budget))
+    await open_budget(store, datetime.now(UTC).date(), "acme", KEY.key_id)
+    streams = [await rig.back.generator.start(key, rig.request(prompt=5, max_tokens=300)) for _ in range(64)]
+    router.paused = False
+
+    answers = await asyncio.gather(*(read_all(stream) for stream in streams))
+
+    assert {answer.finishes[0] for answer in answers} == {common_pb2.FINISH_REASON_BUDGET}
+    delivered = sum(5 + len(answer.tokens[0]) for answer in answers)
+    assert budget - 64 < delivered <= budget
+    await assert_idle(rig, store)
+    assert await redis_client.hget(f"mr:{{acme}}:budget|{KEY.key_id}", "day_tokens") == str(delivered).encode()
+    with pytest.raises(BudgetExhausted) as refused:
+        await rig.back.generator.start(key, rig.request(prompt=65))
+    assert "of the day of this key" in refused.value.message
+    assert refused.value.retry_after_s is not None
 
 
 async def test_without_a_worker_the_refusal_is_quick_and_ends_when_one_comes(
