@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -30,8 +31,7 @@ def list_acts(
     """List administrative acts, oldest first."""
     table = Table("id", "time", "who", "what", "tenant", "subject", "changed")
     while True:
-        request = pb.ListAuditRequest(tenant=tenant, after_audit_id=after, page_size=PAGE)
-        records = call_account(usage_address, lambda stub, to, request=request: stub.ListAudit(request, **to)).records
+        records = _page(usage_address, pb.ListAuditRequest(tenant=tenant, after_audit_id=after, page_size=PAGE))
         for act in records:
             after = act.audit_id
             if as_json:
@@ -43,6 +43,10 @@ def list_acts(
             break
     if not as_json:
         Console(highlight=False).print(table)
+
+
+def _page(address: str | None, request: pb.ListAuditRequest) -> Sequence[pb.AuditRecord]:
+    return call_account(address, lambda stub, to: stub.ListAudit(request, **to)).records
 
 
 def _changed(act: pb.AuditRecord) -> str:
