@@ -46,9 +46,18 @@ def machine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "arch": platform.machine(),
+        "cpu": _cpu(),
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def _git(*arguments: str) -> str:

@@ -1,6 +1,6 @@
 """Microseconds of the scheduler per step, at 1, 64, 256 and 1,024 running requests, with no model behind it.
 
-Prints a table, and JSON with commit, machine and configuration to the file that `--json` names. Never run by tests.
+Prints a table and writes `benchmarks/results/scheduler.json`. Never run by tests.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
-import os
-import platform
+import math
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.results import save
 from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import ModelRunnerOutput, SampledRow
@@ -78,6 +76,7 @@ def measure(running: int, *, steps: int) -> Result:
             if decodes > _WARMUP_STEPS:
                 wall_us.append(wall / 1000)
                 cpu_us.append(cpu / 1000)
+        del decision, result  # as the engine does before the next step
     wall_us.sort()
     cpu_p50 = statistics.median(cpu_us)
     return Result(
@@ -89,19 +88,15 @@ def measure(running: int, *, steps: int) -> Result:
     )
 
 
-def commit() -> str:
-    """The commit measured, or "unknown" outside a checkout."""
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+def growth_exponent(results: list[Result]) -> float:
+    """Slope of log(time) over log(requests) from 64 requests on, by least squares: 1 is linear."""
+    points = [(math.log(each.running), math.log(each.cpu_p50)) for each in results if each.running >= 64]
+    return round(statistics.linear_regression(*zip(*points, strict=True)).slope, 3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=Path, help="file to write instead")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     arguments = parser.parse_args()
@@ -111,15 +106,11 @@ def main() -> None:
     print(" ".join(f"{column:>15}" for column in columns), " (µs)")
     for each in results:
         print(" ".join(f"{value:>15}" for value in dataclasses.astuple(each)))
-    if arguments.json is not None:
-        report = {
-            "benchmark": "scheduler",
-            "commit": commit(),
-            "machine": {"python": platform.python_version(), "arch": platform.machine(), "cpus": os.cpu_count()},
-            "config": {"block_size": _BLOCK_SIZE, "prompt_tokens": _PROMPT_TOKENS, "steps": arguments.steps},
-            "results": [dataclasses.asdict(each) for each in results],
-        }
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    config = {"block_size": _BLOCK_SIZE, "prompt_tokens": _PROMPT_TOKENS, "steps": arguments.steps}
+    if sum(each.running >= 64 for each in results) > 1:
+        config["growth_exponent"] = growth_exponent(results)
+        print(f"time grows with requests to the power of {config['growth_exponent']}")
+    print(save("scheduler", config, [dataclasses.asdict(each) for each in results], arguments.json))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import gc
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
@@ -55,6 +56,9 @@ async def serve(room: str, config: ConfigT, build: Build[ConfigT], stop: asyncio
         if stop.is_set():
             return
         await app.start()
+        # What the start made stays for good: a full collection in the middle of a step need not walk over it.
+        gc.collect()
+        gc.freeze()
         try:
             await stop.wait()
             await app.drain(config.drain_grace_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 
 import numpy as np
 import numpy.typing as npt
@@ -193,7 +194,8 @@ class Request:
         self.arrival = arrival
         self.group = group
         self.key = RequestKey(source.request_id, choice.index, source.epoch)
-        self.tenant = source.tenant
+        # Interned: the counts of a tenant are looked up each step and request, by identity then.
+        self.tenant = sys.intern(source.tenant)
         self.weight = source.weight
         self.priority_class = source.priority_class
         self.sequence = sequence
@@ -242,12 +244,17 @@ class Request:
         """Known tokens at positions start … end - 1, as a view that later tokens do not change."""
         return self._buffer[start:end]
 
+    def newest(self) -> TokenArray:
+        """The newest known token, as `tokens` gives it."""
+        return self._buffer[self.num_tokens - 1 : self.num_tokens]
+
     def append(self, token_id: int) -> None:
         """Add one output token."""
-        if self.num_tokens == len(self._buffer):
-            self._buffer = np.concatenate((self._buffer, np.empty(len(self._buffer), dtype=np.int32)))
-        self._buffer[self.num_tokens] = token_id
-        self.num_tokens += 1
+        at = self.num_tokens
+        if at == len(self._buffer):
+            self._buffer = np.concatenate((self._buffer, np.empty(at, dtype=np.int32)))
+        self._buffer[at] = token_id
+        self.num_tokens = at + 1
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{self.num_tokens}"

@@ -134,8 +134,9 @@ class Scheduler:
         self.kv.end_step()
         outputs: list[EngineOutput] = []
         decoded = 0
+        running = RequestState.RUNNING
         for request, row, sampled in zip(self._builder.requests, decision.scheduled, result.rows, strict=True):
-            if request.state is not RequestState.RUNNING:
+            if request.state is not running:
                 continue
             output = stop_rules.apply_decode(request, row, sampled)
             if output is None:
@@ -258,11 +259,13 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[Request]:
         """Rows of all requests with one token to compute; returns the others, best first."""
-        builder = self._builder
+        decodes: list[Request] = []
         prefills: list[Request] = []
+        granted: dict[RequestKey, TokenArray] = {}
         drafts = self._drafts() if self._speculation is not None else None
+        running = RequestState.RUNNING
         for request in self._running:
-            if request.state is not RequestState.RUNNING:
+            if request.state is not running:
                 continue
             num_tokens = request.num_tokens
             if num_tokens - request.num_computed_tokens != 1:
@@ -270,12 +273,13 @@ class Scheduler:
                 continue
             if num_tokens > request.fits_tokens and not self._make_fit(request, num_tokens):
                 continue
-            proposed = drafts.get(request.key) if drafts else None
-            if proposed is not None and self.kv.grow(request, num_tokens + len(proposed)):
-                builder.add_drafts(request, proposed)
-            else:
-                builder.add_token(request)
-        self._queue.charge_one_each(builder.requests)
+            if drafts:
+                proposed = drafts.get(request.key)
+                if proposed is not None and self.kv.grow(request, num_tokens + len(proposed)):
+                    granted[request.key] = proposed
+            decodes.append(request)
+        self._builder.add_decodes(decodes, granted)
+        self._queue.charge_one_each(decodes)
         return prefills
 
     def _drafts(self) -> dict[RequestKey, TokenArray]:

@@ -5,10 +5,12 @@ Owns nothing beyond the step. Called by the scheduler only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from services.worker.engine.outputs import NewRequest, ScheduledRequest, TokenArray
-from services.worker.engine.request import Request
+from services.worker.engine.request import Request, RequestKey
 
 
 class StepBuilder:
@@ -54,18 +56,21 @@ class StepBuilder:
         self.requests.append(request)
         self.budget -= size
 
-    def add_token(self, request: Request) -> None:
-        """Compute the newest token: `add_chunk` of one, for the many rows that decode."""
-        start = request.num_computed_tokens
-        token_ids = request.tokens(start, start + 1)
-        self.rows.append(ScheduledRequest(request.key, start, token_ids, request.block_table, True))
-        self.requests.append(request)
-        self.budget -= 1
+    def add_decodes(self, requests: list[Request], drafts: Mapping[RequestKey, TokenArray]) -> None:
+        """Compute the newest token of each of `requests`, and verify after it the drafts that some of them have."""
+        self.rows += [
+            ScheduledRequest(each.key, each.num_computed_tokens, each.newest(), each.block_table, True)
+            for each in requests
+        ]
+        self.requests += requests
+        self.budget -= len(requests)
+        if drafts:
+            self.rows = [_with_drafts(row, drafts.get(row.key)) for row in self.rows]
+            self.budget -= sum(map(len, drafts.values()))
 
-    def add_drafts(self, request: Request, drafts: TokenArray) -> None:
-        """Compute the newest token and verify `drafts` after it."""
-        start = request.num_computed_tokens
-        token_ids = np.concatenate((request.tokens(start, request.num_tokens), drafts))
-        self.rows.append(ScheduledRequest(request.key, start, token_ids, request.block_table, True, len(drafts)))
-        self.requests.append(request)
-        self.budget -= len(token_ids)
+
+def _with_drafts(row: ScheduledRequest, drafts: TokenArray | None) -> ScheduledRequest:
+    if drafts is None:
+        return row
+    token_ids = np.concatenate((row.token_ids, drafts))
+    return ScheduledRequest(row.key, row.start, token_ids, row.block_table, True, len(drafts))

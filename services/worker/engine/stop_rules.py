@@ -38,25 +38,25 @@ def apply_decode(request: Request, row: ScheduledRequest, sampled: SampledRow) -
 
     Exists for its speed: most rows of most steps are this. Changes nothing when it answers None.
     """
-    token_ids = sampled.token_ids
+    token_ids, known, prompt_length = sampled.token_ids, request.num_tokens, request.num_prompt_tokens
     if (
         len(token_ids) != 1
         or row.draft_count
         or not row.samples
-        or len(row.token_ids) != 1
+        # The row computes the newest token alone: of an output, since a prefill starts inside the prompt.
+        or row.start != known - 1
+        or row.start < prompt_length
         or not request.started
         or sampled.error is not None
         or sampled.grammar_ended
         or sampled.prompt_logprobs
         or token_ids[0] in request.stop_ids
-        or request.num_tokens + 1 >= request.max_num_tokens
-        or row.start < request.num_prompt_tokens
+        or known + 1 >= request.max_num_tokens
     ):
         return None
-    first_index = request.num_tokens - request.num_prompt_tokens
     request.append(token_ids[0])
-    request.num_computed_tokens = row.start + 1
-    return EngineOutput(request.key, first_index, token_ids, sampled.logprobs)
+    request.num_computed_tokens = known
+    return EngineOutput(request.key, known - prompt_length, token_ids, sampled.logprobs)
 
 
 def apply(request: Request, row: ScheduledRequest, sampled: SampledRow) -> EngineOutput | None:
