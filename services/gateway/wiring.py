@@ -88,7 +88,10 @@ class GatewayApp:
         service = GatewayService(
             back.generator, parts.directory, parts.keyring, clock=parts.clock, renderer=self._renderer
         )
-        self._grpc = await start_server(self._config.grpc_listen, service.add_to, service_names=[SERVICE_NAME])
+        # The contract is public, so that tools like grpcurl may ask for it.
+        self._grpc = await start_server(
+            self._config.grpc_listen, service.add_to, service_names=[SERVICE_NAME], reflect=True
+        )
         await self._renderer.start()
         back.start(self._config.advertise or self._grpc.address)
         self._http.start()

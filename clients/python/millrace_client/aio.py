@@ -1,0 +1,167 @@
+"""The asynchronous client: the methods of `Client` as coroutines, streams as asynchronous iterators."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+from millrace.gateway.v1 import gateway_service_pb2 as pb
+from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
+
+from millrace_client.client import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
+from millrace_client.errors import error_of
+from millrace_client.retry import RetryPolicy, Turn
+from millrace_client.values import (
+    Answer,
+    Delta,
+    Gathered,
+    Model,
+    Options,
+    Prompt,
+    Usage,
+    generate_request,
+    model_of,
+)
+
+
+class AsyncStream:
+    """The deltas of one answer. Iterate it once; leave it early by `cancel` or the end of its `async with` block."""
+
+    def __init__(self, stub: Any, request: pb.GenerateRequest, metadata: Any, turn: Turn) -> None:
+        self._stub = stub
+        self._request = request
+        self._metadata = metadata
+        self._turn = turn
+        self._call: Any = None
+        self._cancelled = False
+        self._gathered = Gathered()
+        self._deltas = self._read()
+
+    @property
+    def request_id(self) -> str:
+        """The server's id of the request, once accepted."""
+        return self._gathered.request_id
+
+    @property
+    def usage(self) -> Usage | None:
+        """What was used, once the stream was read to its end."""
+        return self._gathered.usage
+
+    def cancel(self) -> None:
+        """Stop the work on the server; iterating ends."""
+        self._cancelled = True
+        if self._call is not None:
+            self._call.cancel()
+
+    async def answer(self) -> Answer:
+        """Read to the end and return the whole answer. Raises MillraceError."""
+        async for _ in self._deltas:
+            pass
+        return self._gathered.answer()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas as they come. Raises MillraceError."""
+        return self._deltas
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._gathered.usage is None:
+            self.cancel()
+
+    async def _read(self) -> AsyncIterator[Delta]:
+        while not self._cancelled:
+            self._call = self._stub.Generate(self._request, timeout=self._turn.left_s, metadata=self._metadata)
+            try:
+                async for response in self._call:
+                    delta = self._gathered.take(response)
+                    if delta is not None:
+                        yield delta
+                return
+            except grpc.aio.AioRpcError as failed:
+                if self._cancelled:
+                    return
+                error = error_of(failed, self._gathered.request_id)
+                wait_s = self._turn.wait_after(error, began=self._gathered.began)
+            except asyncio.CancelledError:
+                # grpc.aio tells of its own call's cancel in this way too.
+                if self._cancelled:
+                    return
+                self._call.cancel()
+                raise
+            await asyncio.sleep(wait_s)
+
+
+class AsyncClient:
+    """As `Client`, for one event loop."""
+
+    def __init__(
+        self,
+        target: str,
+        api_key: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self._channel = (
+            grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(target, credentials, CHANNEL_OPTIONS)
+        )
+        self._stub: Any = pb_grpc.GatewayServiceStub(self._channel)
+        self._metadata = (("authorization", f"Bearer {api_key}"),)
+        self._timeout_s = timeout_s
+        self._retry = retry if retry is not None else RetryPolicy()
+
+    def stream(
+        self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> AsyncStream:
+        """Start an answer and give its deltas. Nothing is sent before the first one is asked for."""
+        request = generate_request(model, prompt, options if options is not None else Options())
+        return AsyncStream(self._stub, request, self._metadata, self._turn(timeout_s))
+
+    async def generate(
+        self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> Answer:
+        """The whole answer. Raises MillraceError."""
+        return await self.stream(model, prompt, options, timeout_s=timeout_s).answer()
+
+    async def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
+        """What the key may use. Raises MillraceError."""
+        sent = await self._ask(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        return [model_of(model) for model in sent.models]
+
+    async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
+        """Cancel a request of the key's tenant; False when it had ended. Raises MillraceError."""
+        return bool((await self._ask(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout_s)).cancelled)
+
+    async def close(self) -> None:
+        """End every call and the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _turn(self, timeout_s: float | None) -> Turn:
+        return Turn(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+
+    async def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        turn = self._turn(timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=turn.left_s, metadata=self._metadata)
+            except grpc.aio.AioRpcError as failed:
+                wait_s = turn.wait_after(error_of(failed), began=False)
+            await asyncio.sleep(wait_s)
