@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 _WORK = ("model", "version", "priority_class", "length_class", "tenant")
 _MODEL = ("model", "version")
+_TIER = (*_MODEL, "tier")
 _TOKEN_GAP = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.5)
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -59,6 +60,12 @@ class Metrics:
         self.preemptions_total = counter("preemptions", "Choices preempted by recompute.", _MODEL)
         self.prefix_query_tokens_total = counter("prefix_query_tokens", "Prompt tokens looked up.", _MODEL)
         self.prefix_hit_tokens_total = counter("prefix_hit_tokens", "Prompt tokens found in the prefix cache.", _MODEL)
+        self.tier_hit_tokens_total = counter("tier_hit_tokens", "Prompt tokens brought back from a tier.", _TIER)
+        self.tier_bytes = gauge("tier_bytes", "Bytes of cached KV blocks in a tier beyond the pool.", _TIER)
+        self.tier_blocks_total = counter(
+            "tier_blocks", "KV blocks spilled, skipped as the disk lagged, or dropped as spoilt.", (*_MODEL, "outcome")
+        )
+        self.disk_tier_on = gauge("disk_tier_on", "1 while the disk tier works, else 0.")
         self.prompt_tokens_total = counter("prompt_tokens", "Prompt tokens computed.", _MODEL)
         self.completion_tokens_total = counter("completion_tokens", "Tokens decoded.", _MODEL)
         self.stream_drops_total = counter("stream_drops", "Frames or streams dropped, by cause.", ("reason",))

@@ -15,7 +15,8 @@ from services.common.config import parse_address, parse_positive, parse_seconds,
 class EngineSettings:
     """Knobs of the engine; None or "auto" lets the model and the machine decide.
 
-    `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`.
+    `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
+    `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
     """
 
     max_model_len: int | None = None
@@ -28,12 +29,22 @@ class EngineSettings:
     block_size: int = 16
     num_blocks: int | None = None
     threads: int | None = None
+    host_kv_bytes: int = 0
+    disk_kv_bytes: int = 0
+    disk_kv_path: str = ""
 
 
 def _fraction(text: str) -> float:
     value = float(text)
     if not 0.0 < value <= 1.0:
         raise ValueError("expected a number above 0 and at most 1")
+    return value
+
+
+def _bytes(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("expected a whole number of bytes")
     return value
 
 
@@ -48,6 +59,9 @@ _KNOBS: dict[str, Callable[[str], int | float | str]] = {
     "block_size": parse_positive,
     "num_blocks": parse_positive,
     "threads": parse_positive,
+    "host_kv_bytes": _bytes,
+    "disk_kv_bytes": _bytes,
+    "disk_kv_path": str,
 }
 
 
@@ -64,6 +78,8 @@ def parse_engine(text: str) -> EngineSettings:
             values[name] = _KNOBS[name](value)
         except ValueError as error:
             raise ValueError(f"{name}={value}: {error}") from error
+    if values.get("disk_kv_bytes") and not values.get("disk_kv_path"):
+        raise ValueError("disk_kv_bytes needs disk_kv_path, a folder for this worker alone")
     return EngineSettings(**values)  # type: ignore[arg-type]
 
 

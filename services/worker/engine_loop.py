@@ -23,6 +23,8 @@ from services.worker.engine.request import EngineRequest, SamplingParams
 from services.worker.requests import Abort
 
 IDLE_TICK_S = 0.5
+# How often the engine looks again when all its work waits for something outside: a disk, a peer.
+WAITING_TICK_S = 0.002
 STALE_FLOOR_S = 5.0
 STALE_STEPS = 10.0
 _MEAN_WEIGHT = 0.05
@@ -75,6 +77,7 @@ class EngineLoop:
         self._stopping = False
         self._failed = False
         self._busy = False
+        self._pausing = False
         self._checked = True
         self._beat_at = clock.monotonic()
         self._mean_step_s = 0.0
@@ -161,13 +164,17 @@ class EngineLoop:
                 rejections = [r for command in commands if (r := self._obey(command, now)) is not None]
                 outputs: list[EngineOutput] = []
                 taken: list[float] = []
-                if engine.has_work():
+                has_stepped = engine.has_work()
+                if has_stepped:
                     outputs = engine.step(now)
-                    taken = [self._clock.monotonic() - now]
-                    self._note_step(taken[0])
                 self._beat_at = self._clock.monotonic()
+                stats = engine.stats(self._beat_at)
+                self._pausing = has_stepped and stats.scheduled_token_count == 0 and engine.has_work()
+                if has_stepped and not self._pausing:
+                    taken = [self._beat_at - now]
+                    self._note_step(taken[0])
                 if commands or outputs or taken:
-                    self._report(LoopReport(outputs, rejections, engine.stats(self._beat_at), taken, False))
+                    self._report(LoopReport(outputs, rejections, stats, taken, False))
         except Exception as error:
             structlog.get_logger().error("engine_failed", error=type(error).__name__, exc_info=error)
             self._failed = True
@@ -183,6 +190,8 @@ class EngineLoop:
                 if not self._condition.wait(IDLE_TICK_S) and not self._checked:
                     self._checked = True
                     self._engine.check_invariants()
+            if self._pausing and not self._inbox and not self._stopping:
+                self._condition.wait(WAITING_TICK_S)
             if self._stopping:
                 return None
             if not self._busy:

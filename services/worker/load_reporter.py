@@ -199,6 +199,8 @@ class LoadMetrics:
         self._backlog = metrics.backlog_tokens.labels(*labels)
         self._blocks_used = metrics.kv_blocks_used.labels(*labels)
         self._blocks_total = metrics.kv_blocks_total.labels(*labels)
+        self._tier_bytes = {tier: metrics.tier_bytes.labels(*labels, tier) for tier in ("host", "disk")}
+        self._disk_on = metrics.disk_tier_on.labels(*labels)
         self._step_seconds = metrics.step_seconds.labels(*labels)
         self._totals: list[tuple[Callable[[float], None], Callable[[EngineStats], int]]] = [
             (metrics.preemptions_total.labels(*labels).inc, lambda s: s.preemption_total),
@@ -206,6 +208,11 @@ class LoadMetrics:
             (metrics.prefix_hit_tokens_total.labels(*labels).inc, lambda s: s.prefix_hit_token_total),
             (metrics.prompt_tokens_total.labels(*labels).inc, lambda s: s.prefill_token_total),
             (metrics.completion_tokens_total.labels(*labels).inc, lambda s: s.decode_token_total),
+            (metrics.tier_hit_tokens_total.labels(*labels, "host").inc, lambda s: s.tiers.host_hit_token_total),
+            (metrics.tier_hit_tokens_total.labels(*labels, "disk").inc, lambda s: s.tiers.disk_hit_token_total),
+            (metrics.tier_blocks_total.labels(*labels, "spilled").inc, lambda s: s.tiers.spilled_block_total),
+            (metrics.tier_blocks_total.labels(*labels, "skipped").inc, lambda s: s.tiers.skipped_block_total),
+            (metrics.tier_blocks_total.labels(*labels, "dropped").inc, lambda s: s.tiers.dropped_block_total),
         ]
         self._seen = [0] * len(self._totals)
 
@@ -216,6 +223,9 @@ class LoadMetrics:
         self._backlog.set(stats.backlog_token_count)
         self._blocks_used.set(stats.held_block_count)
         self._blocks_total.set(stats.total_block_count)
+        self._tier_bytes["host"].set(stats.tiers.host_bytes)
+        self._tier_bytes["disk"].set(stats.tiers.disk_bytes)
+        self._disk_on.set(stats.tiers.disk_on)
         for seconds in step_seconds:
             self._step_seconds.observe(seconds)
         for index, (increase, read) in enumerate(self._totals):

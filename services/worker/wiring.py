@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import socket
 from collections.abc import Coroutine
+from pathlib import Path
 
 import grpc
 import redis.asyncio as aioredis
@@ -31,6 +32,9 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.load_reporter import LoadBoard, LoadMetrics, RegistryLease, WorkerIdentity
 from services.worker.model_source import LoadedModel, load_model
 from services.worker.requests import RequestTable
+from services.worker.runtime.tier_disk import DiskTier
+from services.worker.runtime.tier_file import FileFormat
+from services.worker.runtime.tier_store import TierStore
 from services.worker.service import WorkerService
 from services.worker.streams import Failure
 from services.worker.terminals import TerminalWriter
@@ -60,6 +64,7 @@ class WorkerParts:
     clock: Clock
     canary_token_id: int
     service: WorkerService
+    tiers: TierStore | None
 
 
 class WorkerApp:
@@ -128,6 +133,8 @@ class WorkerApp:
             await self._server.stop(0.5)
         if not await parts.engine.stop():
             structlog.get_logger().error("engine_thread_stuck")
+        if parts.tiers is not None:
+            await asyncio.to_thread(parts.tiers.close)
         if len(parts.terminals):
             await parts.terminals.flush()
         if self._metrics_server is not None:
@@ -211,7 +218,8 @@ def build(
         store = AdmissionStore(redis)
     metrics = Metrics()
     table = RequestTable()
-    engine = EngineLoop(_engine(config, loaded), clock=clock)
+    tiers = _tiers(config, loaded, clock)
+    engine = EngineLoop(_engine(config, loaded, tiers), clock=clock)
     board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
     terminals = TerminalWriter(store, clock)
     hub = GatewayHub(
@@ -227,24 +235,57 @@ def build(
     token_id = card.bos_token_id if card.HasField("bos_token_id") else min(card.eos_token_ids, default=0)
     app = WorkerApp(
         WorkerParts(
-            config, identity, engine, table, board, hub, terminals, metrics, store, redis, clock, token_id, service
+            config,
+            identity,
+            engine,
+            table,
+            board,
+            hub,
+            terminals,
+            metrics,
+            store,
+            redis,
+            clock,
+            token_id,
+            service,
+            tiers,
         )
     )
     service.begin_drain = app.begin_drain
     return app
 
 
-def _engine(config: WorkerConfig, loaded: LoadedModel) -> Engine:
-    knobs, model = config.engine, loaded.served.card.model
+def _model_version(loaded: LoadedModel) -> str:
+    """What cached keys and values belong to."""
+    model = loaded.served.card.model
+    return f"{model.model}@{model.version}:{model.manifest_digest.hex()}"
+
+
+def _tiers(config: WorkerConfig, loaded: LoadedModel, clock: Clock) -> TierStore | None:
+    """Where cached blocks go that the pool gives up; None when both tiers are off."""
+    knobs, layout = config.engine, loaded.runner.kv_layout
+    disk = None
+    if knobs.disk_kv_bytes:
+        form = FileFormat(layout, _model_version(loaded))
+        path = Path(knobs.disk_kv_path).expanduser()
+        disk = DiskTier(path, form, capacity_bytes=knobs.disk_kv_bytes, clock=clock)
+    if disk is None and not knobs.host_kv_bytes:
+        return None
+    return TierStore(host_bytes=knobs.host_kv_bytes, block_bytes=layout.block_bytes, disk=disk, clock=clock)
+
+
+def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None) -> Engine:
+    knobs = config.engine
     try:
         return Engine(
             loaded.runner,
             EngineConfig(
-                model_version=f"{model.model}@{model.version}:{model.manifest_digest.hex()}",
+                model_version=_model_version(loaded),
                 max_num_seqs=knobs.max_num_seqs,
                 max_num_batched_tokens=knobs.max_num_batched_tokens,
                 max_prefill_chunk=knobs.max_prefill_chunk,
             ),
+            tiers=tiers,
         )
     except (ValueError, RuntimeError) as error:
         raise StartupError(f"The engine cannot work with these settings: {error}.") from error

@@ -10,6 +10,7 @@ import numpy as np
 from services.worker.engine.engine import Engine
 from services.worker.engine.engine_config import EngineConfig, TenantLimits
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript, echo_token
+from services.worker.engine.kv_tiers import KVTiers
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.engine.proposer import Proposer
@@ -104,6 +105,7 @@ class EngineRig:
         spec: RunnerSpec | None = None,
         script: FakeScript | None = None,
         proposer: Proposer | None = None,
+        tiers: KVTiers | None = None,
         **config: object,
     ) -> None:
         self.runner = RecordingRunner(spec if spec is not None else make_spec(), script=script)
@@ -113,6 +115,7 @@ class EngineRig:
             self.runner,
             dataclasses.replace(settings, **{**small, **config}),  # type: ignore[arg-type]
             proposer=proposer,
+            tiers=tiers,
         )
         self.now = 0.0
         self.outputs: dict[RequestKey, list[EngineOutput]] = {}

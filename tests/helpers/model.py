@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 
 from services.worker.engine.engine import Engine
 from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine.kv_blocks import KVLayout
+from services.worker.engine.kv_tiers import KVTiers
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import EngineOutput
 from services.worker.engine.proposer import Proposer
@@ -65,6 +67,7 @@ class ModelRig:
         block_size: int = 16,
         model: tuple[Checkpoint, Forward] | None = None,
         proposer: Proposer | None = None,
+        tiers: Callable[[KVLayout], KVTiers] | None = None,
         **config: object,
     ) -> None:
         checkpoint, forward = model or smollm2()
@@ -89,7 +92,8 @@ class ModelRig:
         self.runner = TorchModelRunner(spec=spec, forward=forward, store=store, sampler=sampler)
         base = EngineConfig(model_version="m@1", max_num_seqs=32)
         self.settings = dataclasses.replace(base, **config)  # type: ignore[arg-type]
-        self.engine = Engine(self.runner, self.settings, proposer=proposer)
+        self.tiers = tiers(self.runner.kv_layout) if tiers is not None else None
+        self.engine = Engine(self.runner, self.settings, proposer=proposer, tiers=self.tiers)
         self.now = 0.0
         self.outputs: dict[RequestKey, list[EngineOutput]] = {}
 

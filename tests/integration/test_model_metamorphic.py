@@ -129,7 +129,7 @@ def test_three_choices_are_what_each_alone_would_be(name: str) -> None:
 
 
 def _blocks(rig: ModelRig, table: Sequence[int]) -> list[bytes]:
-    return [rig.runner.store.export_block(block) for block in table]
+    return [rig.runner.export_block(block) for block in table]
 
 
 def test_exported_blocks_read_the_same_in_another_store() -> None:
@@ -140,7 +140,7 @@ def test_exported_blocks_read_the_same_in_another_store() -> None:
     payloads = _blocks(rig, range(16))
     assert any(any(payload) for payload in payloads)
     for block, payload in enumerate(payloads):
-        other.runner.store.import_block(15 - block, payload)
+        other.runner.import_block(15 - block, payload)
     assert _blocks(other, range(15, -1, -1)) == payloads
     with pytest.raises(ValueError, match="a block is"):
-        other.runner.store.import_block(0, payloads[0][:-1])
+        other.runner.import_block(0, payloads[0][:-1])

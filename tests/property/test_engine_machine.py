@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from tests.helpers.engine import (
     prompt,
     tokens,
 )
+from tests.helpers.tiers import FaultyTiers
 
 VOCAB_SIZE = 3
 # Any choice ends within this many steps of the last arrival: prefill by single tokens, for all, several times over.
@@ -58,6 +60,7 @@ class Shape:
     drafts: int
     aging: float
     bypass: int
+    has_tiers: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,7 @@ SHAPES = st.builds(
     drafts=st.integers(0, 3),
     aging=st.sampled_from([0.01, 30.0]),
     bypass=st.integers(0, 3),
+    has_tiers=st.booleans(),
 )
 ARRIVALS = st.builds(
     Arrival,
@@ -108,7 +112,7 @@ ARRIVALS = st.builds(
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, aborts, steps and time over one engine; the rig checks invariants and block contents each step."""
+    """Arrivals, aborts, steps and faulty tiers over one engine; the rig checks invariants and blocks each step."""
 
     live: Bundle[str] = Bundle("live")
 
@@ -121,6 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
             ),
         }
         self.errors: set[tuple[RequestKey, int]] = set()
+        self.tiers = FaultyTiers()
         self.rig = EngineRig(
             # A vocabulary this small repeats itself, so that drafts are sometimes right and prompts sometimes meet.
             spec=make_spec(
@@ -128,6 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
             ),
             script=FakeScript(row_error=lambda key, index: "boom" if (key, index) in self.errors else None),
             proposer=NgramProposer(max_ngram=2, min_ngram=1),
+            tiers=self.tiers if shape.has_tiers else None,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=max(shape.budget, shape.max_num_seqs),
             max_prefill_chunk=shape.chunk,
@@ -180,6 +186,14 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, count: int, seconds: float) -> None:
         self.rig.step(count, seconds=seconds)
 
+    @rule()
+    def finish_reads(self) -> None:
+        self.tiers.finish_reads()
+
+    @rule(number=st.integers(0, 999), fault=st.sampled_from([FaultyTiers.lose, FaultyTiers.spoil, FaultyTiers.swap]))
+    def spoil_a_tier(self, number: int, fault: Callable[[FaultyTiers, int], None]) -> None:
+        fault(self.tiers, number)
+
     @invariant()
     def blocks_and_slots_add_up(self) -> None:
         if hasattr(self, "rig"):
@@ -189,7 +203,11 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        self.rig.run(limit=STEP_LIMIT)
+        for _ in range(STEP_LIMIT):
+            if not self.rig.engine.has_work():
+                break
+            self.tiers.finish_reads()
+            self.rig.step()
         assert_engine_empty(self.rig)
         assert set(self.rig.outputs) == set(self.expected), "a choice never ended, or one that never was did"
         for key, received in self.expected.items():

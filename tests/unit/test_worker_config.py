@@ -37,6 +37,8 @@ def test_engine_knobs_come_from_one_line() -> None:
         ("gpu_memory_utilization=1.5", "gpu_memory_utilization"),
         ("gpu_memory_utilization=nan", "gpu_memory_utilization"),
         ("threads=1,threads=2", "threads"),
+        ("host_kv_bytes=-1", "host_kv_bytes"),
+        ("disk_kv_bytes=1000", "disk_kv_path"),
     ],
 )
 def test_a_bad_knob_is_named(text: str, named: str) -> None:

@@ -123,9 +123,9 @@ class Admission:
         self._kv.allocate(request, match)
         self._running.add(request)
         if group.cached_token_count is None:
-            group.cached_token_count = min(match.num_computed_tokens, request.num_prompt_tokens)
+            group.cached_token_count = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.prefix_query_total += request.num_tokens
-            self.prefix_hit_total += match.num_computed_tokens
+            self.prefix_hit_total += request.num_computed_tokens
         request.bypass_count = 0
         builder.introduce(request)
         size = builder.chunk_size(request, others_wait=len(self._queue) > 0)

@@ -7,7 +7,7 @@ Called by the KV cache manager only.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from services.worker.engine.outputs import KVEvents
 
@@ -17,10 +17,12 @@ _MAX_EVENTS = 65_536
 class BlockPool:
     """Fixed number of blocks; each is free, cached (unheld but hittable) or held by one or more holders."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, on_evict: Callable[[int, bytes], None] | None = None) -> None:
+        """`on_evict` is told (block, hash) when `take` gives a cached block away, its contents still there."""
         if num_blocks < 1:
             raise ValueError("num_blocks must be at least 1")
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._owners: list[str | None] = [None] * num_blocks
@@ -71,6 +73,9 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block, _ = self._unheld.popitem(last=False)
+            full_hash = self._hashes[block]
+            if full_hash is not None and self._on_evict is not None:
+                self._on_evict(block, full_hash)
             self._forget(block)
             self._ref_counts[block] = 1
             self._owners[block] = tenant

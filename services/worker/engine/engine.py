@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.isolation_check import check_isolation
+from services.worker.engine.kv_tiers import KVTiers, SpilledBlocks
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents, ModelRunnerOutput
 from services.worker.engine.proposer import Proposer, Speculation
@@ -20,9 +21,17 @@ from services.worker.engine.scheduler import Scheduler
 class Engine:
     """One model runner's scheduler, cache and stop rules. Not thread-safe: one thread owns it."""
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, *, proposer: Proposer | None = None) -> None:
-        """Raises ValueError when the settings cannot work with the runner's pool.
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        proposer: Proposer | None = None,
+        tiers: KVTiers | None = None,
+    ) -> None:
+        """`tiers` keep what the pool evicts; None loses it.
 
+        Raises ValueError when the settings cannot work with the runner's pool.
         Raises RuntimeError when the self-test of tenant isolation fails.
         """
         config.validate(num_blocks=runner.spec.num_blocks)
@@ -33,7 +42,10 @@ class Engine:
             speculation = Speculation(
                 proposer, max_draft_count=config.max_draft_count, max_batch=config.max_draft_batch
             )
-        self._scheduler = Scheduler(runner.spec, config, speculation=speculation)
+        spilled = None
+        if tiers is not None:
+            spilled = SpilledBlocks(tiers, runner.kv_layout, block_size=runner.spec.block_size)
+        self._scheduler = Scheduler(runner.spec, config, speculation=speculation, spilled=spilled)
         self._is_broken = False
 
     def add_request(self, request: EngineRequest, *, now: float) -> None:
@@ -69,6 +81,7 @@ class Engine:
             raise RuntimeError("the last step failed: call fail_all first")
         self._is_broken = True
         decision = self._scheduler.schedule(now)
+        self._scheduler.kv.move_blocks(self._runner)
         result = ModelRunnerOutput(rows=())
         if decision.scheduled or decision.released:
             result = self._runner.execute(decision)

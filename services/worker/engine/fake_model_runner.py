@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.engine.kv_blocks import KVLayout
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import (
     ModelRunnerOutput,
@@ -110,6 +111,21 @@ class FakeModelRunner:
             for row in scheduler_output.scheduled:
                 self._check(row)
         return ModelRunnerOutput(rows=tuple([self._answer(row) for row in scheduler_output.scheduled]))
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return KVLayout("uint64", (self._spec.block_size,), 8)
+
+    def export_block(self, block: int) -> bytes:
+        """The block's shadow; zeros when there is none."""
+        return self._shadow[block].tobytes() if self._script.verify else bytes(self.kv_layout.block_bytes)
+
+    def import_block(self, block: int, payload: bytes) -> None:
+        """Overwrite the block's shadow. Raises ValueError unless `payload` is exactly one block."""
+        if len(payload) != self.kv_layout.block_bytes:
+            raise ValueError(f"a block is {self.kv_layout.block_bytes} bytes, got {len(payload)}")
+        if self._script.verify:
+            self._shadow[block] = np.frombuffer(payload, dtype=np.uint64)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when state is kept though the engine is idle."""

@@ -11,17 +11,24 @@ import dataclasses
 from services.common.block_hash import chain_hashes, root_hash
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine.kv_tiers import SpilledBlocks
+from services.worker.engine.model_runner import ModelRunner
+from services.worker.engine.outputs import TierStats
 from services.worker.engine.request import Request, RequestState
 from services.worker.engine.tenant_shares import Room, TenantShares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Tokens that need no computing: `shared` blocks in full, then `copy_source`'s first tokens by copy-on-write."""
+    """Tokens that need no computing: `shared` blocks in full, then `copy_source`'s first tokens by copy-on-write.
+
+    Instead of a copy, `restored` are hashes of the blocks after the shared ones, to be copied in from a tier.
+    """
 
     num_computed_tokens: int = 0
     shared: tuple[int, ...] = ()
     copy_source: int | None = None
+    restored: tuple[bytes, ...] = ()
 
 
 _NO_MATCH = PrefixMatch()
@@ -30,9 +37,13 @@ _NO_MATCH = PrefixMatch()
 class KVCacheManager:
     """Blocks of all requests of one engine."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, config: EngineConfig) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, config: EngineConfig, spilled: SpilledBlocks | None = None
+    ) -> None:
+        """`spilled` is where evicted blocks go and come back from; None, and they are lost."""
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.spilled = spilled
+        self.pool = BlockPool(num_blocks, on_evict=spilled.evicted if spilled is not None else None)
         self._model_version = config.model_version
         self._shares = TenantShares(
             num_blocks,
@@ -73,10 +84,12 @@ class KVCacheManager:
         return sum(self.pool.ref_count(block) == 1 for block in request.blocks)
 
     def must_wait(self, request: Request) -> bool:
-        """True while a running request of the same or a better class computes what `request` needs next.
+        """True while what `request` needs next is being read, or computed by a request of no worse class.
 
         Nothing is held while waiting, and who is waited for is running with all its blocks: no cycle can form.
         """
+        if self.spilled is not None and self.spilled.must_wait(request):
+            return True
         shared = self._shared_with_siblings(request)
         siblings = [
             each for each in request.group.members if each is not request and each.state is RequestState.RUNNING
@@ -90,14 +103,16 @@ class KVCacheManager:
     def match(self, request: Request) -> PrefixMatch:
         """Longest computed prefix of an unscheduled request; notes in `waits_for` the block it should wait for.
 
-        At least the newest token is left to compute, since its logits are wanted. Holds nothing.
+        At least the newest token is left to compute, since its logits are wanted. Holds nothing, but may start to
+        read blocks that it should wait for.
         """
         request.waits_for = None
         if request.wants_prompt_logprobs:
             return _NO_MATCH
         fork = self._match_sibling(request)
         blocks: list[int] = []
-        for full_hash in self._hashes(request, request.num_tokens):
+        hashes = self._hashes(request, request.num_tokens)
+        for full_hash in hashes:
             block = self.pool.lookup(full_hash)
             if block is None:
                 request.waits_for = full_hash if full_hash in self._computing else None
@@ -107,10 +122,17 @@ class KVCacheManager:
         if fork.num_computed_tokens > cached.num_computed_tokens:
             request.waits_for = None
             return fork
-        return cached
+        missing = hashes[len(blocks) :]
+        if self.spilled is None or not missing or request.waits_for is not None or fork.num_computed_tokens:
+            return cached
+        restored = missing[: self.spilled.plan(request, missing)]
+        computed = (len(blocks) + len(restored)) * self.block_size
+        return PrefixMatch(min(computed, request.num_tokens - 1), cached.shared, restored=tuple(restored))
 
     def without_copy(self, match: PrefixMatch) -> PrefixMatch:
         """The same match in whole blocks only."""
+        if match.copy_source is None:
+            return match
         return PrefixMatch(len(match.shared) * self.block_size, match.shared)
 
     def needed(self, request: Request, match: PrefixMatch) -> int:
@@ -126,7 +148,10 @@ class KVCacheManager:
         return min(self._watermark + 1, running)
 
     def allocate(self, request: Request, match: PrefixMatch) -> None:
-        """Give `request` blocks for all its known tokens. The caller has checked that `needed` fits in `room`."""
+        """Give `request` blocks for all its known tokens. The caller has checked that `needed` fits in `room`.
+
+        A block to be restored that is gone or spoilt by now, and those after it, are left to compute.
+        """
         pool = self.pool
         pool.hold(match.shared, tenant=request.tenant)
         source = match.copy_source
@@ -139,8 +164,12 @@ class KVCacheManager:
         if source is not None:
             self._copies[fresh[0]] = source
             self.copy_total += 1
+        computed = match.num_computed_tokens
+        if self.spilled is not None and match.restored:
+            restored_count = self.spilled.restore(request, match.restored, fresh)
+            computed = min(computed, (len(match.shared) + restored_count) * self.block_size)
         self._set_blocks(request, [*match.shared, *fresh])
-        request.num_computed_tokens = match.num_computed_tokens
+        request.num_computed_tokens = computed
         self._set_published(request, len(match.shared))
         for full_hash in self._hashes(request, request.num_tokens)[len(match.shared) :]:
             if pool.lookup(full_hash) is None:
@@ -175,6 +204,31 @@ class KVCacheManager:
         self._set_blocks(request, [])
         request.num_computed_tokens = 0
         self._set_published(request, 0)
+
+    def begin_step(self, now: float, *, prefill_total: int) -> None:
+        """A step is about to be scheduled; `prefill_total` prompt tokens were computed before it."""
+        if self.spilled is not None:
+            self.spilled.begin_step(now, prefill_total=prefill_total, after_pause=self.pool.held_count == 0)
+
+    @property
+    def is_reading(self) -> bool:
+        """True while a request waits for blocks on their way from a tier."""
+        return self.spilled is not None and self.spilled.is_fetching
+
+    def tier_stats(self) -> TierStats:
+        """Counts of the tiers, all 0 without any."""
+        return self.spilled.stats() if self.spilled is not None else TierStats()
+
+    def move_blocks(self, runner: ModelRunner) -> None:
+        """Copy this step's evicted blocks out to a tier and restored ones in, before the step computes."""
+        if self.spilled is not None:
+            self.spilled.move(runner)
+
+    def forget_contents(self) -> None:
+        """A device fault may have spoilt what the pool holds: no block can be hit any more, none is spilled."""
+        if self.spilled is not None:
+            self.spilled.forget_moves()
+        self.pool.forget_cached()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(source, destination) pairs to copy before this step computes. Sources stay held until `end_step`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from services.worker.engine.kv_blocks import KVLayout
 from services.worker.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 
@@ -38,6 +39,19 @@ class ModelRunner(Protocol):
 
         Raises RuntimeError only for faults of the device as a whole; the fault of one row is that row's `error`.
         """
+        ...
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What the bytes of a block mean."""
+        ...
+
+    def export_block(self, block: int) -> bytes:
+        """A copy of the block's keys and values, `kv_layout.block_bytes` long. Between steps only."""
+        ...
+
+    def import_block(self, block: int, payload: bytes) -> None:
+        """Overwrite a block between steps. Raises ValueError unless `payload` is exactly one block."""
         ...
 
     def check_invariants(self) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "SampledRow",
     "ScheduledRequest",
     "SchedulerOutput",
+    "TierStats",
     "TokenArray",
     "TokenLogprobs",
 ]
@@ -127,11 +128,29 @@ class EngineOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TierStats:
+    """Counts of both tiers; `*_total` grow for the life of the engine.
+
+    Dropped blocks were torn, foreign, altered or unreadable: never served. Skipped ones found the disk's queue full.
+    """
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_on: bool = False
+    spilled_block_total: int = 0
+    skipped_block_total: int = 0
+    dropped_block_total: int = 0
+    host_hit_token_total: int = 0
+    disk_hit_token_total: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counts after one step. Counters (`*_total`) grow for the life of the engine; the rest are gauges.
 
     Blocks: free (nothing in them) + cached (hittable, taken when needed) + held = total; room is free + cached.
     `steps_without_progress`, `seconds_without_progress`: since something last advanced, 0 without work.
+    `tiers` counts cached blocks beyond the pool.
     """
 
     step: int
@@ -154,6 +173,7 @@ class EngineStats:
     block_copy_total: int = 0
     steps_without_progress: int = 0
     seconds_without_progress: float = 0.0
+    tiers: TierStats = TierStats()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

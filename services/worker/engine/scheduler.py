@@ -14,6 +14,7 @@ from services.worker.engine import stop_rules
 from services.worker.engine.admission import Admission
 from services.worker.engine.engine_config import DuplicateRequestError, EngineConfig
 from services.worker.engine.kv_cache_manager import KVCacheManager
+from services.worker.engine.kv_tiers import SpilledBlocks
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import (
     EngineOutput,
@@ -51,11 +52,18 @@ class _Counters:
 class Scheduler:
     """Requests in every state, and the next step."""
 
-    def __init__(self, spec: RunnerSpec, config: EngineConfig, *, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunnerSpec,
+        config: EngineConfig,
+        *,
+        speculation: Speculation | None = None,
+        spilled: SpilledBlocks | None = None,
+    ) -> None:
         self._spec = spec
         self._config = config
         self._speculation = speculation
-        self.kv = KVCacheManager(num_blocks=spec.num_blocks, block_size=spec.block_size, config=config)
+        self.kv = KVCacheManager(num_blocks=spec.num_blocks, block_size=spec.block_size, config=config, spilled=spilled)
         self._queue = RequestQueue()
         self._running = RunningBatch(config)
         self._admission = Admission(self._queue, self._running, self.kv, config=config)
@@ -104,7 +112,7 @@ class Scheduler:
         self.kv.end_step()
         for request in list(self._requests.values()):
             self._finish(request, stop_rules.ended(request, FinishReason.ERROR, error=error))
-        self.kv.pool.forget_cached()
+        self.kv.forget_contents()
         self._running.compact()
         return self.take_ended()
 
@@ -112,6 +120,7 @@ class Scheduler:
         """Decide one step: decodes first, then chunks of running prefills, then admissions, within the budget."""
         self._step += 1
         self._builder = self._new_builder()
+        self.kv.begin_step(now, prefill_total=self._counters.prefill)
         self._expire(now)
         self._age(now)
         for victim in self._admission.victims_for_better_class():
@@ -152,7 +161,7 @@ class Scheduler:
             else:
                 outputs.append(output)
         self._counters.decode += decoded
-        if decision.scheduled or self._ended or not self._requests:
+        if decision.scheduled or self._ended or not self._requests or self.kv.is_reading:
             self._idle_steps = 0
             self._progress_at = now
         else:
@@ -192,6 +201,7 @@ class Scheduler:
             draft_token_total=spec.draft_total if spec else 0,
             accepted_draft_token_total=spec.accepted_total if spec else 0,
             block_copy_total=self.kv.copy_total,
+            tiers=self.kv.tier_stats(),
             steps_without_progress=self._idle_steps,
             seconds_without_progress=now - self._progress_at if self._requests else 0.0,
         )

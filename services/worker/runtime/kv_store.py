@@ -7,7 +7,10 @@ positions, values lie (block_size, head_dim). A block is copied, spilled or sent
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+
+from services.worker.engine.kv_blocks import KVLayout
 
 KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -26,6 +29,13 @@ class KVStore:
     @property
     def num_blocks(self) -> int:
         return int(self.data.shape[0])
+
+    @property
+    def layout(self) -> KVLayout:
+        """What the bytes of `export_block` mean."""
+        return KVLayout(
+            str(self.data.dtype).removeprefix("torch."), tuple(self.data.shape[1:]), self.data.element_size()
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -52,8 +62,8 @@ class KVStore:
         """Overwrite a block; raises ValueError unless `payload` is exactly one block."""
         if len(payload) != self.block_bytes:
             raise ValueError(f"a block is {self.block_bytes} bytes, got {len(payload)}")
-        source = torch.frombuffer(bytearray(payload), dtype=self.data.dtype)
-        self.data[block].copy_(source.view_as(self.data[block]))
+        block_bytes = self.data[block].view(-1).view(torch.uint8).numpy()
+        block_bytes[:] = np.frombuffer(payload, dtype=np.uint8)
 
     def _part(self, layer: int, part: int, rows: int, columns: int) -> torch.Tensor:
         return self.data[:, layer, part].view(self.num_blocks, -1, rows, columns)

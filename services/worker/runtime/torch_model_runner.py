@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from services.worker.engine.kv_blocks import KVLayout
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import (
     ModelRunnerOutput,
@@ -47,9 +48,16 @@ class TorchModelRunner:
         return self._spec
 
     @property
-    def store(self) -> KVStore:
-        """The KV memory, for tiers and transfers."""
-        return self._store
+    def kv_layout(self) -> KVLayout:
+        return self._store.layout
+
+    def export_block(self, block: int) -> bytes:
+        """See `ModelRunner.export_block`."""
+        return self._store.export_block(block)
+
+    def import_block(self, block: int, payload: bytes) -> None:
+        """See `ModelRunner.import_block`."""
+        self._store.import_block(block, payload)
 
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """See `ModelRunner.execute`."""
