@@ -233,24 +233,23 @@ def build(
     )
     service = WorkerService(identity=identity, model=loaded.served, table=table, hub=hub, board=board, clock=clock)
     token_id = card.bos_token_id if card.HasField("bos_token_id") else min(card.eos_token_ids, default=0)
-    app = WorkerApp(
-        WorkerParts(
-            config,
-            identity,
-            engine,
-            table,
-            board,
-            hub,
-            terminals,
-            metrics,
-            store,
-            redis,
-            clock,
-            token_id,
-            service,
-            tiers,
-        )
+    parts = WorkerParts(
+        config,
+        identity,
+        engine,
+        table,
+        board,
+        hub,
+        terminals,
+        metrics,
+        store,
+        redis,
+        clock,
+        token_id,
+        service,
+        tiers,
     )
+    app = WorkerApp(parts)
     service.begin_drain = app.begin_drain
     return app
 
