@@ -9,13 +9,13 @@ import structlog
 
 from services.common.clock import Clock, SystemClock
 from services.common.grpc_server import GrpcServer, start_server
+from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError, new_instance_id
 from services.common.metrics import MetricsServer, start_metrics_server
 from services.gateway.app import create_app
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
-from services.gateway.http_server import HttpServer, listen
 from services.gateway.template_renderer import TemplateRenderer
 
 

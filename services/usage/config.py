@@ -21,6 +21,7 @@ class UsageConfig:
         help="sqlite:///path or postgresql://user:password@host:port/database",
     )
     grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
+    admin_http_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of the administrators' API")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
     batch_size: int = setting(1_024, parse=parse_positive, help="most events a transaction")
     admin_token: str = setting(

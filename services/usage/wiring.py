@@ -17,11 +17,14 @@ from services.common.admission_store import AdmissionStore
 from services.common.clock import Clock, SystemClock
 from services.common.errors import StoreUnavailable
 from services.common.grpc_server import GrpcServer, start_server
+from services.common.http_server import HttpServer
+from services.common.http_server import listen as open_socket
 from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
 from services.usage.account_service import AccountService
 from services.usage.accounts import Accounts
+from services.usage.admin_http import create_admin_app
 from services.usage.admin_keys import AdminKeys
 from services.usage.config import UsageConfig
 from services.usage.consumer import Consumer
@@ -42,7 +45,9 @@ class UsageApp:
         self._redis = connect(config.redis_url)
         self.hot_copy = HotCopy(store, AdmissionStore(self._redis), clock)
         self.accounts = Accounts(store, self.hot_copy, clock)
-        self._admins = AdminKeys(store, clock, config.admin_token)
+        self.admins = AdminKeys(store, clock, config.admin_token)
+        self.account_service = AccountService(self.accounts, self.admins, store)
+        self._http: HttpServer | None = None
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: GrpcServer | None = None
@@ -53,6 +58,11 @@ class UsageApp:
     def address(self) -> str:
         """Where the gRPC services answer, once started."""
         return self._server.address if self._server is not None else ""
+
+    @property
+    def admin_port(self) -> int:
+        """Port of the administrators' HTTP API, once started."""
+        return self._http.port if self._http is not None else 0
 
     def healthy(self) -> bool:
         """No task of this process died."""
@@ -72,14 +82,18 @@ class UsageApp:
                 self._metrics_server = await start_metrics_server(listen, self.metrics, self.healthy, self.ready)
             except OSError as error:
                 raise StartupError(f"The address {listen} cannot be bound: is the port taken?") from error
+            self._http = HttpServer(
+                create_admin_app(self.account_service, self.admins), open_socket(self._config.admin_http_listen)
+            )
             self._server = await start_server(self._config.grpc_listen, self._add, service_names=SERVICE_NAMES)
         except BaseException:
             await self.stop()
             raise
+        self._http.start()
         self._spawn("consume", self.consumer.run())
         self._spawn("hot_copy", self.hot_copy.keep())
         await self._server.set_serving(True)
-        structlog.get_logger().info("usage_ready", address=self.address)
+        structlog.get_logger().info("usage_ready", address=self.address, admin_http_port=self.admin_port)
 
     async def drain(self, grace_s: float) -> None:
         """Unready at once. What is not in the ledger yet stays pending in Redis for the next start."""
@@ -91,6 +105,8 @@ class UsageApp:
         """Release everything; a transaction under way ends first. Safe after a failed start."""
         await end_tasks(self._tasks.values())
         self._tasks.clear()
+        if self._http is not None:
+            await self._http.stop()
         if self._server is not None:
             await self._server.stop(0.5)
         if self._metrics_server is not None:
@@ -105,10 +121,9 @@ class UsageApp:
             await self.accounts.bootstrap(self._config.bootstrap_key)
 
     def _add(self, server: grpc.aio.Server) -> None:
-        usage = UsageService(self._store, self._admins)
-        account = AccountService(self.accounts, self._admins, self._store)
+        usage = UsageService(self._store, self.admins)
         usage_service_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
-        usage_service_pb2_grpc.add_AccountServiceServicer_to_server(account, server)
+        usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)

@@ -13,7 +13,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 MAX_SETTINGS = 15
 # Raised from 1,200 by docs/adr/0004 and 0006: the services share the admission store and what it holds.
-MAX_COMMON_LINES = 1_950
+MAX_COMMON_LINES = 2_050
 
 SOURCES = sorted(p for room in ("services", "cli", "benchmarks") for p in (ROOT / room).rglob("*.py"))
 

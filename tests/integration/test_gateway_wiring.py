@@ -20,9 +20,9 @@ from millrace.gateway.v1 import gateway_service_pb2_grpc
 
 from services.common.admission_store import AdmissionStore
 from services.common.grpc_client import open_channel
+from services.common.http_server import listen
 from services.common.lifecycle import StartupError
 from services.gateway.config import GatewayConfig
-from services.gateway.http_server import listen
 from services.gateway.wiring import GatewayApp, build
 from services.worker.model_source import load_model
 from services.worker.wiring import build as build_worker

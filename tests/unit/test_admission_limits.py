@@ -42,8 +42,8 @@ def ask(request_id: str, **fields: object) -> Reserve:
     return dataclasses.replace(asked, **fields)  # type: ignore[arg-type]
 
 
-def at(*moment: int) -> int:
-    return int(datetime(*moment, tzinfo=UTC).timestamp() * 1000)  # type: ignore[misc]
+def at(year: int, month: int, day: int, *clock: int) -> int:
+    return int(datetime(year, month, day, *clock, tzinfo=UTC).timestamp() * 1000)
 
 
 @pytest.mark.parametrize("of_key", [False, True])
@@ -212,7 +212,7 @@ async def test_the_ledger_raises_what_is_known_to_what_is_settled_and_never_lowe
 ) -> None:
     async def spent() -> list[int]:
         values = await redis_client.hmget("mr:{acme}:budget", "spent", "day_tokens", "month_tokens")
-        return [int(value) for value in values]
+        return [int(value or 0) for value in values]
 
     await open_budget(store, time.day)
     await store.reserve(ask("r1", lease_tokens=50))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError
-from services.gateway.http_server import HttpServer, listen
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:

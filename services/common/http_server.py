@@ -1,4 +1,4 @@
-"""The HTTP server inside the gateway's event loop: sockets first, then uvicorn without signals or lifespan.
+"""The HTTP server inside a service's event loop: sockets first, then uvicorn without signals or lifespan.
 
 A client that does not read stops the writer at 16 KiB, which is what "delivered" is measured by.
 """
