@@ -1,6 +1,6 @@
 """Runs the Lua scripts of `scripts/` and builds every key: one hash slot per pool, tenant, registry and key table.
 
-Maps the failures of Redis to StoreUnavailable. Knows no meaning of a key. Used by AdmissionStore only.
+Maps the failures of Redis to StoreUnavailable. Knows no meaning of a key. Used by the clients of the scripts only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ PRELUDES: Final = {
     **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish"), ("common", "queue")),
     **dict.fromkeys(("reserve", "renew", "renew_budget", "settle", "spent"), ("common", "quota")),
     "members": ("common",),
+    "idempotency": (),
 }
 _AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.OutOfMemoryError)
 _AWAY_PREFIXES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "UNKILLABLE", "BUSY")

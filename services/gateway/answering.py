@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 import structlog
 from millrace.common.v1 import common_pb2
-from starlette.types import Receive, Send
+from starlette.types import Receive
 
 from services.common.errors import Cancelled, MillraceError, SlowReader
+from services.gateway.answer_sink import STATUS_HELD_S, Headers, Sink, paced
 from services.gateway.generation import Generation, ValidRequest
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.openai_answer import Shape, Usage
 from services.gateway.text_stream import TextDelta, text_deltas
 
-STATUS_HELD_S = 10.0
-PING_S = 15.0
-SLOW_READER_S = 30.0
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -59,14 +57,14 @@ class Answering:
         generation: Generation,
         request: ValidRequest,
         shape: Shape,
-        send: Send,
+        sink: Sink,
         *,
-        headers: list[tuple[bytes, bytes]],
+        headers: Headers,
     ) -> None:
         self._generation = generation
         self._request = request
         self._shape = shape
-        self._send = send
+        self._sink = sink
         self._headers = headers
         self._started = False
         self._all_finishes_written = False
@@ -87,6 +85,7 @@ class Answering:
         ending = ending_of(Cancelled("The client went away."))
         try:
             await run()
+            await self._sink.completed()
             ending = common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0], ""
         except Exception as caught:
             error = as_millrace(caught)
@@ -95,6 +94,7 @@ class Answering:
             ending = ending_of(error)
             with contextlib.suppress(SlowReader):
                 await self._send_error(error)
+                await self._sink.flushed()
         except asyncio.CancelledError:
             if self._all_finishes_written:
                 ending = common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0], ""
@@ -110,56 +110,40 @@ class Answering:
                 deltas[delta.choice].append(delta)
         body = msgspec.json.encode(self._shape.whole(deltas, self._usage))
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())])
-        await self._write(body, more=False)
-        for choice, count in enumerate(self._usage.choices):
-            self._generation.mark_delivered(choice, count, self._usage.reasoning.get(choice, 0))
+
+        def delivered() -> None:
+            for choice, count in enumerate(self._usage.choices):
+                self._generation.mark_delivered(choice, count, self._usage.reasoning.get(choice, 0))
+            self._all_finishes_written = True
+
+        await self._sink.write([body], delivered, more=False)
 
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
         opened: set[int] = set()
         blank: dict[str, object] = {"usage": None} if include_usage else {}
-        async with contextlib.aclosing(self._paced()) as deltas:
+        async with contextlib.aclosing(paced(text_deltas(self._generation, self._request), STATUS_HELD_S)) as deltas:
             async for delta in deltas:
                 await self._start(200, _STREAM_HEADERS)
                 if delta is None:
-                    await self._write(b": ping\n\n")
+                    await self._sink.ping()
                     continue
                 self._count(delta)
                 chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
                 opened.add(delta.choice)
                 chunks += self._shape.chunks(delta)
                 extra = {"usage": self._usage.as_json()} if continuous_usage else blank
-                if chunks:
-                    await self._write(b"".join(_event({**chunk, **extra}) for chunk in chunks))
-                self._generation.mark_delivered(delta.choice, delta.delivered, delta.reasoning_delivered)
-                self._all_finishes_written = len(self._reasons) == len(self._usage.choices)
-        tail = _event(self._shape.usage_chunk(self._usage)) if include_usage else b""
-        await self._write(tail + b"data: [DONE]\n\n", more=False)
+                await self._sink.write([_event({**chunk, **extra}) for chunk in chunks], self._delivers(delta))
+        tail = [_event(self._shape.usage_chunk(self._usage))] if include_usage else []
+        await self._sink.write([*tail, b"data: [DONE]\n\n"], more=False)
 
-    async def _paced(self) -> AsyncGenerator[TextDelta | None, None]:
-        """Deltas, and None whenever nothing came for so long that the client must hear something."""
-        deltas = text_deltas(self._generation, self._request)
-        pending: asyncio.Future[TextDelta] | None = None
-        wait_s = STATUS_HELD_S
-        try:
-            while True:
-                if pending is None:
-                    pending = asyncio.ensure_future(anext(deltas))
-                done, _ = await asyncio.wait({pending}, timeout=wait_s)
-                wait_s = PING_S
-                if not done:
-                    yield None
-                    continue
-                try:
-                    delta = pending.result()
-                except StopAsyncIteration:
-                    return
-                pending = None
-                yield delta
-        finally:
-            if pending is not None:
-                pending.cancel()
-                await asyncio.gather(pending, return_exceptions=True)
-            await deltas.aclose()
+    def _delivers(self, delta: TextDelta) -> Callable[[], None]:
+        last = len(self._reasons) == len(self._usage.choices)
+
+        def delivered() -> None:
+            self._generation.mark_delivered(delta.choice, delta.delivered, delta.reasoning_delivered)
+            self._all_finishes_written = last
+
+        return delivered
 
     def _count(self, delta: TextDelta) -> None:
         self._usage.cached = self._generation.cached_token_count
@@ -173,24 +157,17 @@ class Answering:
             self._started = True
             position = str(self._generation.queue_position).encode()
             every = [*self._headers, *headers, (b"x-millrace-queue-position", position)]
-            await self._send({"type": "http.response.start", "status": status, "headers": every})
-
-    async def _write(self, body: bytes, *, more: bool = True) -> None:
-        try:
-            async with asyncio.timeout(SLOW_READER_S):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise SlowReader("The client reads too slowly.") from None
+            await self._sink.start(status, every)
 
     async def _send_error(self, error: MillraceError) -> None:
         if isinstance(error, SlowReader):
             return
         body = error_body(error, self._generation.request_id)
         if self._started:
-            await self._write(b"data: " + body + b"\n\n", more=False)
+            await self._sink.write([b"data: " + body + b"\n\n"], more=False)
             return
         await self._start(error.row.http_status, error_headers(error))
-        await self._write(body, more=False)
+        await self._sink.write([body], more=False)
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

@@ -16,17 +16,16 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.clock import Clock
 from services.common.errors import InvalidRequest, MillraceError, NotFound
 from services.common.metrics import Metrics
 from services.gateway.api_types import CancelAnswer, DetokenizeRequest, TokenizeRequest
-from services.gateway.generation import Generator, KeyRing, ModelDirectory
-from services.gateway.handlers import chat_endpoint, completion_endpoint
+from services.gateway.front_parts import FrontParts
+from services.gateway.generation import KeyRing
+from services.gateway.handlers import StreamEndpoint, chat_endpoint, completion_endpoint
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.json_endpoint import JsonEndpoint, json_response
 from services.gateway.limits import Limits
 from services.gateway.model_endpoints import ModelEndpoints
-from services.gateway.template_renderer import TemplateRenderer
 from services.gateway.tokenize_endpoints import TokenizeEndpoints
 from services.gateway.validation import Validator
 
@@ -93,21 +92,14 @@ def _client_id(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [(b"x-client-request-id", found[0])] if len(found) == 1 and _CLIENT_ID.fullmatch(found[0]) else []
 
 
-def create_app(
-    generator: Generator,
-    directory: ModelDirectory,
-    keyring: KeyRing,
-    *,
-    metrics: Metrics,
-    ready: Callable[[], bool],
-    clock: Clock,
-    renderer: TemplateRenderer,
-) -> ASGIApp:
-    """The ASGI application; `renderer` is started and closed by the caller."""
-    validator = Validator(directory, renderer)
+def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]) -> ASGIApp:
+    """The ASGI application."""
+    directory = parts.directory
+    validator = Validator(directory, parts.renderer)
+    models = ModelEndpoints(directory, int(parts.clock.wall()))
     limits = validator.limits
-    models = ModelEndpoints(directory, int(clock.wall()))
     text = TokenizeEndpoints(validator)
+    streams = StreamEndpoint(parts.answers)
 
     async def healthz(_request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -125,7 +117,7 @@ def create_app(
     async def cancel(request: Request) -> Response:
         # Answers name the request `chatcmpl-<id>` or `cmpl-<id>`.
         request_id = request.path_params["id"].rpartition("-")[2]
-        cancelled = await generator.cancel(request.state.key, request_id)
+        cancelled = await parts.generator.cancel(request.state.key, request_id)
         return json_response(CancelAnswer(id=request_id, cancelled=cancelled))
 
     async def missing(request: Request, _error: Exception) -> Response:
@@ -140,14 +132,15 @@ def create_app(
         Route("/metrics", metrics_page),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get, methods=["GET"]),
-        Route("/v1/chat/completions", chat_endpoint(generator, validator, clock), methods=["POST"]),
-        Route("/v1/completions", completion_endpoint(generator, validator, clock), methods=["POST"]),
+        Route("/v1/chat/completions", chat_endpoint(parts, validator), methods=["POST"]),
+        Route("/v1/completions", completion_endpoint(parts, validator), methods=["POST"]),
+        Route("/v1/streams/{request_id}", streams, methods=["GET"]),
         Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
         Route("/tokenize", JsonEndpoint(TokenizeRequest, text.tokenize, limits), methods=["POST"]),
         Route("/detokenize", JsonEndpoint(DetokenizeRequest, text.detokenize, limits), methods=["POST"]),
     ]
     handlers = {404: missing, 405: missing, MillraceError: failed, Exception: failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), keyring, limits)
+    return Edge(Starlette(routes=routes, exception_handlers=handlers), parts.keyring, limits)
 
 
 def _is_local(scope: Scope) -> bool:

@@ -13,12 +13,13 @@ from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
 from services.common.admission_types import KeyRecord
-from services.common.clock import Clock
-from services.common.errors import Cancelled, InvalidRequest
+from services.common.errors import Cancelled, InvalidRequest, Unsupported
 from services.gateway.answering import ending_of
-from services.gateway.generation import Generation, Generator, KeyRing, ModelDirectory, ValidRequest
+from services.gateway.front_parts import FrontParts
+from services.gateway.generation import Generation, ValidRequest
 from services.gateway.grpc_chat import call_deltas, chat_of
 from services.gateway.http_errors import as_millrace
+from services.gateway.peers import HOLDS
 from services.gateway.request_draft import (
     GrammarDraft,
     Prompt,
@@ -27,7 +28,6 @@ from services.gateway.request_draft import (
     TextPrompt,
     TokenPrompt,
 )
-from services.gateway.template_renderer import TemplateRenderer
 from services.gateway.text_stream import TextDelta, TextToken, text_deltas
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Validator
@@ -37,22 +37,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GatewayService(pb_grpc.GatewayServiceServicer):
-    """Generate, ListModels, Cancel."""
+    """Generate, ListModels, Cancel, and Continue for other gateways."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        directory: ModelDirectory,
-        keyring: KeyRing,
-        *,
-        clock: Clock,
-        renderer: TemplateRenderer,
-    ) -> None:
-        self._generator = generator
-        self._directory = directory
-        self._keyring = keyring
-        self._clock = clock
-        self._validator = Validator(directory, renderer)
+    def __init__(self, parts: FrontParts) -> None:
+        self._generator = parts.generator
+        self._directory = parts.directory
+        self._keyring = parts.keyring
+        self._clock = parts.clock
+        self._answers = parts.answers
+        self._validator = Validator(parts.directory, parts.renderer)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
@@ -61,6 +54,8 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """One generation. A cancelled call cancels the work; the call's deadline is the request's."""
         key = await self._key(context)
+        if any(name == "idempotency-key" for name, _ in context.invocation_metadata() or ()):
+            raise Unsupported("`idempotency-key` is served over HTTP only.", param="idempotency-key")
         valid = await self._validator.validate(key, _draft(request, context.time_remaining()))
         generation = await self._generator.start(key, valid)
         ending = ending_of(Cancelled("The client went away."))
@@ -112,6 +107,18 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         """Raises NotFound for a request of another tenant too."""
         key = await self._key(context)
         return pb.CancelResponse(cancelled=await self._generator.cancel(key, request.request_id))
+
+    async def Continue(self, request: pb.ContinueRequest, context: Context) -> AsyncIterator[pb.ContinueResponse]:
+        """An HTTP answer that this gateway holds, for another gateway. Raises NotFound, IdempotencyConflict."""
+        key = await self._key(context)
+        async with self._answers.held(key.tenant, request) as parts, contextlib.aclosing(parts):
+            await context.send_initial_metadata(((HOLDS, "1"),))
+            async for part in parts:
+                if isinstance(part, bytes):
+                    yield pb.ContinueResponse(body=part)
+                else:
+                    headers = [pb.AnswerHeader(name=name, value=value) for name, value in part.headers]
+                    yield pb.ContinueResponse(head=pb.AnswerHead(status=part.status, headers=headers))
 
     async def _key(self, context: Context) -> KeyRecord:
         sent = [v for k, v in context.invocation_metadata() or () if k == "authorization" and isinstance(v, str)]

@@ -10,16 +10,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
-from services.common.clock import Clock
 from services.common.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Unsupported
+from services.gateway.answer_sink import ClientSink, Sink
 from services.gateway.answering import Answering, until_disconnect
-from services.gateway.generation import Generator
+from services.gateway.come_back import parse_come_back, parse_last_event
+from services.gateway.front_parts import FrontParts
+from services.gateway.generation import Generation, ValidRequest
 from services.gateway.json_body import decode_body
 from services.gateway.limits import Limits
 from services.gateway.openai_answer import AnswerFacts, ChatShape, CompletionShape, Shape
 from services.gateway.openai_draft import chat_draft, completion_draft
 from services.gateway.openai_types import ChatRequest, CompletionRequest, GenerationBody
 from services.gateway.request_draft import RequestDraft
+from services.gateway.resumable import ResumableAnswers
 from services.gateway.validation import Validator
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -33,16 +36,14 @@ class GenerationEndpoint:
         body_type: type[BodyT],
         draft_of: Callable[[BodyT], RequestDraft],
         shape_of: Callable[[AnswerFacts], Shape],
-        generator: Generator,
+        parts: FrontParts,
         validator: Validator,
-        clock: Clock,
     ) -> None:
         self._body_type = body_type
         self._draft_of = draft_of
         self._shape_of = shape_of
-        self._generator = generator
+        self._parts = parts
         self._validator = validator
-        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; raises MillraceError before anything was sent."""
@@ -51,20 +52,67 @@ class GenerationEndpoint:
             raw = await read_body(request, self._validator.limits)
         except ClientDisconnect:
             return
+        key = scope["state"]["key"]
         body = decode_body(raw, self._body_type, self._validator.limits)
-        await until_disconnect(receive, self._answer(scope["state"]["key"], body, send))
+        ask = parse_come_back(scope["headers"], scope["path"], raw, stream=bool(body.stream))
+        job = _Job(self, key, body)
+        if ask is not None:
+            await until_disconnect(receive, self._parts.answers.answer(key.tenant, ask, job, send))
+        else:
+            await until_disconnect(receive, job.answer(send))
 
-    async def _answer(self, key: KeyRecord, body: GenerationBody, send: Send) -> None:
-        valid = await self._validator.validate(key, self._draft_of(body))  # type: ignore[arg-type]
-        generation = await self._generator.start(key, valid)
-        facts = AnswerFacts(generation.request_id, int(self._clock.wall()), valid)
+    async def validate(self, key: KeyRecord, body: GenerationBody) -> ValidRequest:
+        """The one validator. Raises MillraceError."""
+        return await self._validator.validate(key, self._draft_of(body))  # type: ignore[arg-type]
+
+    async def begin(self, key: KeyRecord, body: GenerationBody, valid: ValidRequest) -> AnswerRun:
+        """Start the generation. Raises a MillraceError of limits, queue or store."""
+        generation = await self._parts.generator.start(key, valid)
+        facts = AnswerFacts(generation.request_id, int(self._parts.clock.wall()), valid)
+        return AnswerRun(generation, valid, self._shape_of(facts), body)
+
+
+class _Job:
+    """One request of an endpoint."""
+
+    def __init__(self, endpoint: GenerationEndpoint, key: KeyRecord, body: GenerationBody) -> None:
+        self._endpoint = endpoint
+        self._key = key
+        self._body = body
+        self._valid: ValidRequest | None = None
+
+    async def validate(self) -> None:
+        self._valid = await self._endpoint.validate(self._key, self._body)
+
+    async def begin(self) -> AnswerRun:
+        assert self._valid is not None
+        return await self._endpoint.begin(self._key, self._body, self._valid)
+
+    async def answer(self, send: Send) -> None:
+        await self.validate()
+        await (await self.begin()).write(ClientSink(send))
+
+
+class AnswerRun:
+    """A generation under way, to be written once."""
+
+    def __init__(self, generation: Generation, valid: ValidRequest, shape: Shape, body: GenerationBody) -> None:
+        self.request_id = generation.request_id
+        self.timeout_s = valid.timeout_s
+        self._generation = generation
+        self._valid = valid
+        self._shape = shape
+        self._body = body
+
+    async def write(self, sink: Sink) -> None:
+        """Write the whole answer and end the generation."""
         headers = [
-            (b"x-request-id", generation.request_id.encode()),
-            (b"x-millrace-model-version", valid.model.card.model.version.encode()),
+            (b"x-request-id", self.request_id.encode()),
+            (b"x-millrace-model-version", self._valid.model.card.model.version.encode()),
         ]
-        answering = Answering(generation, valid, self._shape_of(facts), send, headers=headers)
-        options = body.stream_options
-        if body.stream:
+        answering = Answering(self._generation, self._valid, self._shape, sink, headers=headers)
+        options = self._body.stream_options
+        if self._body.stream:
             await answering.stream(
                 include_usage=bool(options is not None and options.include_usage),
                 continuous_usage=bool(options is not None and options.continuous_usage_stats),
@@ -73,14 +121,30 @@ class GenerationEndpoint:
             await answering.whole()
 
 
-def chat_endpoint(generator: Generator, validator: Validator, clock: Clock) -> GenerationEndpoint:
+class StreamEndpoint:
+    """`GET /v1/streams/{request_id}`: a resumable stream from its start, or after `Last-Event-ID`."""
+
+    def __init__(self, answers: ResumableAnswers) -> None:
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises NotFound for a stream that is not held, or is another tenant's."""
+        request = Request(scope, receive)
+        authorization = request.headers.get("authorization", "")
+        tenant, request_id = scope["state"]["key"].tenant, request.path_params["request_id"]
+        last_event = parse_last_event(scope["headers"])
+        work = self._answers.resume(tenant, request_id, last_event, authorization, send)
+        await until_disconnect(receive, work)
+
+
+def chat_endpoint(parts: FrontParts, validator: Validator) -> GenerationEndpoint:
     """`POST /v1/chat/completions`."""
-    return GenerationEndpoint(ChatRequest, chat_draft, ChatShape, generator, validator, clock)
+    return GenerationEndpoint(ChatRequest, chat_draft, ChatShape, parts, validator)
 
 
-def completion_endpoint(generator: Generator, validator: Validator, clock: Clock) -> GenerationEndpoint:
+def completion_endpoint(parts: FrontParts, validator: Validator) -> GenerationEndpoint:
     """`POST /v1/completions`."""
-    return GenerationEndpoint(CompletionRequest, completion_draft, CompletionShape, generator, validator, clock)
+    return GenerationEndpoint(CompletionRequest, completion_draft, CompletionShape, parts, validator)
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:

@@ -15,7 +15,11 @@ from services.common.metrics import MetricsServer, start_metrics_server
 from services.gateway.app import create_app
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
+from services.gateway.front_parts import FrontParts
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
+from services.gateway.idempotency_store import IdempotencyStore
+from services.gateway.peers import Peers
+from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 
 
@@ -26,6 +30,10 @@ class GatewayApp:
         self.back = back
         self._config = config
         self._renderer = TemplateRenderer()
+        parts = back.parts
+        self._answers = ResumableAnswers(
+            IdempotencyStore(parts.redis), Peers(parts.store.list_gateways), parts.clock, instance=parts.instance
+        )
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
         self._metrics: MetricsServer | None = None
@@ -62,21 +70,15 @@ class GatewayApp:
             await self._grpc.stop(0.5)
         if self._metrics is not None:
             await self._metrics.close()
+        await self._answers.close()
         await self.back.stop()
         await self._renderer.close()
 
     async def _start(self) -> None:
         back, parts = self.back, self.back.parts
         opened = listen(self._config.http_listen)
-        app = create_app(
-            back.generator,
-            parts.directory,
-            parts.keyring,
-            metrics=parts.metrics,
-            ready=back.ready,
-            clock=parts.clock,
-            renderer=self._renderer,
-        )
+        front = FrontParts(back.generator, parts.directory, parts.keyring, parts.clock, self._renderer, self._answers)
+        app = create_app(front, metrics=parts.metrics, ready=back.ready)
         self._http = HttpServer(app, opened)
         try:
             # Scrapers of other hosts come here: the public port shows metrics to local peers only.
@@ -85,9 +87,7 @@ class GatewayApp:
         except OSError as error:
             raise StartupError(f"The address {where} cannot be bound: is the port taken?") from error
         await back.open()
-        service = GatewayService(
-            back.generator, parts.directory, parts.keyring, clock=parts.clock, renderer=self._renderer
-        )
+        service = GatewayService(front)
         # The contract is public, so that tools like grpcurl may ask for it.
         self._grpc = await start_server(
             self._config.grpc_listen, service.add_to, service_names=[SERVICE_NAME], reflect=True

@@ -12,18 +12,25 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2
 from starlette.types import ASGIApp, Message
 
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
 from services.common.errors import ModelNotFound, NotFound, NoWorker, Unauthenticated
 from services.common.metrics import Metrics
+from services.common.redis_client import connect
 from services.gateway import template_child
 from services.gateway.app import create_app
 from services.gateway.chat_template import ChatTemplate
+from services.gateway.front_parts import FrontParts
 from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest
+from services.gateway.idempotency_store import IdempotencyStore
+from services.gateway.peers import Peers
 from services.gateway.reasoning import reasoning_markers
+from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 from tests.helpers.fake_clock import FakeClock
 
@@ -375,22 +382,39 @@ class AsgiClient:
         return await self.ask("POST", "/v1/completions", sent)
 
 
+def front_parts(
+    generator: FakeGenerator,
+    *models: ServedModel,
+    keyring: FakeKeyRing | None = None,
+    renderer: TemplateRenderer | None = None,
+    answers: ResumableAnswers | None = None,
+) -> FrontParts:
+    """What a door is built of, over the fakes; without `answers`, no Redis is there to come back to."""
+    clock = FakeClock()
+    return FrontParts(
+        generator,
+        FakeDirectory(*models),
+        keyring if keyring is not None else FakeKeyRing(),
+        clock,
+        renderer if renderer is not None else InlineRenderer(),
+        answers if answers is not None else resumable_answers(connect("unix:///none"), clock),
+    )
+
+
+def resumable_answers(redis: aioredis.Redis, clock: FakeClock, *, instance: str = "gateway-1") -> ResumableAnswers:
+    """The logs of a gateway that finds its peers in Redis."""
+    peers = Peers(AdmissionStore(redis).list_gateways)
+    return ResumableAnswers(IdempotencyStore(redis), peers, clock, instance=instance)
+
+
 def front(
     generator: FakeGenerator,
     *models: ServedModel,
     keyring: FakeKeyRing | None = None,
     ready: bool = True,
     renderer: TemplateRenderer | None = None,
+    answers: ResumableAnswers | None = None,
 ) -> AsgiClient:
     """A client of an HTTP door over the fakes."""
-    return AsgiClient(
-        create_app(
-            generator,
-            FakeDirectory(*(models or (served(),))),
-            keyring if keyring is not None else FakeKeyRing(),
-            metrics=Metrics(),
-            ready=lambda: ready,
-            clock=FakeClock(),
-            renderer=renderer if renderer is not None else InlineRenderer(),
-        )
-    )
+    parts = front_parts(generator, *(models or (served(),)), keyring=keyring, renderer=renderer, answers=answers)
+    return AsgiClient(create_app(parts, metrics=Metrics(), ready=lambda: ready))

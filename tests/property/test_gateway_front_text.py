@@ -19,15 +19,12 @@ from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from tests.helpers.echo_generation import (
     LENGTH,
     STOP,
-    FakeDirectory,
     FakeGenerator,
-    FakeKeyRing,
-    InlineRenderer,
     front,
+    front_parts,
     logprobs_of,
     served,
 )
-from tests.helpers.fake_clock import FakeClock
 
 WORDS = ("ab", "abc", "ca", "🙂", "é", " ", "b🙂a", "\n\n")
 MODEL = served(words=WORDS)
@@ -135,9 +132,7 @@ def test_grpc_gives_the_same_text_and_usage(
     async def compare() -> None:
         over_http, over_grpc = FakeGenerator(events), FakeGenerator(events)
         answer = (await front(over_http, MODEL).complete(n=count, stop=stop, max_tokens=64)).json()
-        service = GatewayService(
-            over_grpc, FakeDirectory(MODEL), FakeKeyRing(), clock=FakeClock(), renderer=InlineRenderer()
-        )
+        service = GatewayService(front_parts(over_grpc, MODEL))
         server = await start_server("127.0.0.1:0", service.add_to, service_names=[SERVICE_NAME])
         texts, finishes = [""] * count, [0] * count
         try:

@@ -20,25 +20,22 @@ from services.common.grpc_server import start_server
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from tests.helpers.echo_generation import (
     REQUEST_ID,
-    FakeDirectory,
     FakeGenerator,
     FakeKeyRing,
-    InlineRenderer,
+    front_parts,
     key,
     one_by_one,
     served,
     tokens,
 )
-from tests.helpers.fake_clock import FakeClock
 
 METADATA = (("authorization", "Bearer secret"),)
 
 
 @contextlib.asynccontextmanager
 async def door(generator: FakeGenerator, *allowed: str) -> AsyncIterator[Any]:
-    directory = FakeDirectory(served(), served("other"))
     keyring = FakeKeyRing(secret=key("acme", *allowed))
-    service = GatewayService(generator, directory, keyring, clock=FakeClock(), renderer=InlineRenderer())
+    service = GatewayService(front_parts(generator, served(), served("other"), keyring=keyring))
     server = await start_server("127.0.0.1:0", service.add_to, service_names=[SERVICE_NAME])
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:

@@ -16,16 +16,14 @@ from services.gateway.app import OPEN_PATHS, Edge, create_app
 from services.gateway.limits import Limits
 from tests.helpers.echo_generation import (
     AsgiClient,
-    FakeDirectory,
     FakeGenerator,
     FakeKeyRing,
-    InlineRenderer,
     front,
+    front_parts,
     key,
     one_by_one,
     served,
 )
-from tests.helpers.fake_clock import FakeClock
 
 KEYED = (b"authorization", b"Bearer secret")
 LIMITS = Limits()
@@ -193,15 +191,7 @@ async def test_a_model_that_the_key_may_not_use_looks_as_if_it_did_not_exist(nam
 
 
 async def test_nothing_served_yet_is_503_with_a_time_to_wait() -> None:
-    app = create_app(
-        FakeGenerator(),
-        FakeDirectory(),
-        FakeKeyRing(),
-        metrics=Metrics(),
-        ready=lambda: True,
-        clock=FakeClock(),
-        renderer=InlineRenderer(),
-    )
+    app = create_app(front_parts(FakeGenerator()), metrics=Metrics(), ready=lambda: True)
     answer = await AsgiClient(app).chat()
 
     assert answer.status == 503

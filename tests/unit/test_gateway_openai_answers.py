@@ -18,7 +18,7 @@ from services.common.errors import (
     RateLimited,
     WorkerLost,
 )
-from services.gateway import answering
+from services.gateway import answer_sink, answering
 from tests.helpers.echo_generation import (
     LENGTH,
     STOP,
@@ -319,7 +319,7 @@ async def test_a_refusal_keeps_its_status_and_says_when_to_come_again(
 
 async def test_a_silent_stream_says_ping_and_then_tells_errors_in_band(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "STATUS_HELD_S", 0.01)
-    monkeypatch.setattr(answering, "PING_S", 0.01)
+    monkeypatch.setattr(answer_sink, "PING_S", 0.01)
     hold = asyncio.Event()
     client, generator = client_of(hold, WorkerLost("Lost."))
     asking = asyncio.ensure_future(client.chat(stream=True))
@@ -336,7 +336,7 @@ async def test_a_silent_stream_says_ping_and_then_tells_errors_in_band(monkeypat
 
 
 async def test_a_reader_that_does_not_read_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "SLOW_READER_S", 0.02)
+    monkeypatch.setattr(answer_sink, "SLOW_READER_S", 0.02)
     client, generator = client_of(*one_by_one(ids("abc")))
     sent = 0
 
@@ -361,7 +361,7 @@ async def test_a_reader_that_does_not_read_is_cut(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_reader_stuck_at_the_error_frame_still_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "SLOW_READER_S", 0.02)
+    monkeypatch.setattr(answer_sink, "SLOW_READER_S", 0.02)
     reached = asyncio.Event()
     client, generator = client_of(tokens(ids("a")), reached, WorkerLost("Lost."))
     client.reader_may_read = asyncio.Event()

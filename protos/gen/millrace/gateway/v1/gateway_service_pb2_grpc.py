@@ -51,6 +51,11 @@ class GatewayServiceStub:
                 request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelRequest.SerializeToString,
                 response_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Continue = channel.unary_stream(
+                '/millrace.gateway.v1.GatewayService/Continue',
+                request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueRequest.SerializeToString,
+                response_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServiceServicer:
@@ -78,6 +83,14 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Continue(self, request, context):
+        """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
+        other with their client's own key. NOT_FOUND when this gateway does not hold it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +108,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelRequest.FromString,
                     response_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelResponse.SerializeToString,
+            ),
+            'Continue': grpc.unary_stream_rpc_method_handler(
+                    servicer.Continue,
+                    request_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueRequest.FromString,
+                    response_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +198,33 @@ class GatewayService:
             '/millrace.gateway.v1.GatewayService/Cancel',
             millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelRequest.SerializeToString,
             millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Continue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.gateway.v1.GatewayService/Continue',
+            millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueRequest.SerializeToString,
+            millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,10 @@ class GatewayServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]
     """Cancels a running or queued request of the caller's tenant."""
+    Continue: _grpc.UnaryStreamMultiCallable[_gateway_service_pb2.ContinueRequest, _gateway_service_pb2.ContinueResponse]
+    """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
+    other with their client's own key. NOT_FOUND when this gateway does not hold it.
+    """
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
@@ -53,6 +57,10 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a running or queued request of the caller's tenant."""
+    Continue: _aio.UnaryStreamMultiCallable[_gateway_service_pb2.ContinueRequest, _gateway_service_pb2.ContinueResponse]  # type: ignore[assignment]
+    """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
+    other with their client's own key. NOT_FOUND when this gateway does not hold it.
+    """
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """Errors are google.rpc.Status with ErrorInfo{reason}. Deadline and cancel are gRPC's own. The key travels as
@@ -81,5 +89,15 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_service_pb2.CancelResponse, _abc.Awaitable[_gateway_service_pb2.CancelResponse]]:
         """Cancels a running or queued request of the caller's tenant."""
+
+    @_abc_1.abstractmethod
+    def Continue(
+        self,
+        request: _gateway_service_pb2.ContinueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_gateway_service_pb2.ContinueResponse], _abc.AsyncIterator[_gateway_service_pb2.ContinueResponse]]:
+        """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
+        other with their client's own key. NOT_FOUND when this gateway does not hold it.
+        """
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

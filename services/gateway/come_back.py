@@ -1,0 +1,72 @@
+"""What a client sends so that it can come back: `Idempotency-Key`, `X-Millrace-Resume`, `Last-Event-ID`. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from services.common.errors import InvalidRequest
+
+KEY_BYTES = 255
+_EVENT_ID = re.compile(r"([0-9A-Z]{26}):(\d{1,9})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EventId:
+    """An event that the client has: number `number` of the stream of `request_id`."""
+
+    request_id: str
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ComeBack:
+    """A request that may be repeated. `key` is the key's digest or "", `body` that of method, path and parsed body."""
+
+    key: str
+    body: str
+    last_event: EventId | None
+    authorization: str
+
+
+def parse_come_back(headers: Iterable[tuple[bytes, bytes]], path: str, raw: bytes, *, stream: bool) -> ComeBack | None:
+    """None when the client asked for nothing of it. `raw` is valid JSON. Raises InvalidRequest."""
+    sent = list(headers)
+    key = _one(sent, b"idempotency-key")
+    resume = _one(sent, b"x-millrace-resume")
+    if resume not in (None, b"0", b"1"):
+        raise InvalidRequest("`X-Millrace-Resume` must be 0 or 1.", param="x-millrace-resume")
+    if key is not None and not 0 < len(key) <= KEY_BYTES:
+        raise InvalidRequest(f"`Idempotency-Key` has 1 to {KEY_BYTES} bytes.", param="idempotency-key")
+    if key is None and not (resume == b"1" and stream):
+        return None
+    last_event = parse_last_event(sent)
+    if last_event is not None and (key is None or not stream):
+        raise InvalidRequest("`Last-Event-ID` needs a stream and its `Idempotency-Key`.", param="last-event-id")
+    # Order of fields and white space do not matter; every value does, `stream` included.
+    canonical = msgspec.json.encode(msgspec.json.decode(raw), order="sorted")
+    body = hashlib.sha256(path.encode() + b"\0" + canonical).hexdigest()
+    digest = "" if key is None else hashlib.sha256(key).hexdigest()
+    return ComeBack(digest, body, last_event, (_one(sent, b"authorization") or b"").decode("latin-1"))
+
+
+def parse_last_event(headers: Iterable[tuple[bytes, bytes]]) -> EventId | None:
+    """The `Last-Event-ID` header. Raises InvalidRequest."""
+    sent = _one(list(headers), b"last-event-id")
+    if not sent:
+        return None
+    found = _EVENT_ID.fullmatch(sent.decode("latin-1"))
+    if found is None:
+        raise InvalidRequest("`Last-Event-ID` is not an id of one of our events.", param="last-event-id")
+    return EventId(found[1], int(found[2]))
+
+
+def _one(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:
+    values = [value for sent, value in headers if sent == name]
+    if len(values) > 1:
+        raise InvalidRequest(f"`{name.decode()}` was sent more than once.", param=name.decode())
+    return values[0] if values else None

@@ -1,0 +1,22 @@
+"""What both doors are built of. Values only; wiring.py fills it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from services.common.clock import Clock
+from services.gateway.generation import Generator, KeyRing, ModelDirectory
+from services.gateway.resumable import ResumableAnswers
+from services.gateway.template_renderer import TemplateRenderer
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrontParts:
+    """`renderer` and `answers` are started and closed by wiring."""
+
+    generator: Generator
+    directory: ModelDirectory
+    keyring: KeyRing
+    clock: Clock
+    renderer: TemplateRenderer
+    answers: ResumableAnswers
