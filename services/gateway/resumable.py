@@ -244,7 +244,8 @@ class ResumableAnswers:
             grace = asyncio.ensure_future(self._clock.sleep(GRACE_S))
             try:
                 await asyncio.wait({coming, grace}, return_when=asyncio.FIRST_COMPLETED)
-                if not log.readers:
+                # One may have come and gone meanwhile: its leaving begins a new grace.
+                if not coming.done():
                     return
             finally:
                 await end_tasks([coming, grace])

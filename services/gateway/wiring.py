@@ -31,7 +31,7 @@ class GatewayApp:
         self._config = config
         self._renderer = TemplateRenderer()
         parts = back.parts
-        self._answers = ResumableAnswers(
+        self.answers = ResumableAnswers(
             IdempotencyStore(parts.redis), Peers(parts.store.list_gateways), parts.clock, instance=parts.instance
         )
         self._http: HttpServer | None = None
@@ -70,14 +70,14 @@ class GatewayApp:
             await self._grpc.stop(0.5)
         if self._metrics is not None:
             await self._metrics.close()
-        await self._answers.close()
+        await self.answers.close()
         await self.back.stop()
         await self._renderer.close()
 
     async def _start(self) -> None:
         back, parts = self.back, self.back.parts
         opened = listen(self._config.http_listen)
-        front = FrontParts(back.generator, parts.directory, parts.keyring, parts.clock, self._renderer, self._answers)
+        front = FrontParts(back.generator, parts.directory, parts.keyring, parts.clock, self._renderer, self.answers)
         app = create_app(front, metrics=parts.metrics, ready=back.ready)
         self._http = HttpServer(app, opened)
         try:
