@@ -68,6 +68,8 @@ class Metrics:
         self.disk_tier_on = gauge("disk_tier_on", "1 while the disk tier works, else 0.")
         self.prompt_tokens_total = counter("prompt_tokens", "Prompt tokens computed.", _MODEL)
         self.completion_tokens_total = counter("completion_tokens", "Tokens decoded.", _MODEL)
+        self.draft_tokens_total = counter("draft_tokens", "Tokens guessed ahead and verified.", _MODEL)
+        self.accepted_draft_tokens_total = counter("accepted_draft_tokens", "Guessed tokens that were right.", _MODEL)
         self.stream_drops_total = counter("stream_drops", "Frames or streams dropped, by cause.", ("reason",))
         self.step_seconds = Histogram(
             "millrace_engine_step_seconds", "One engine step.", _MODEL, buckets=_TOKEN_GAP, registry=r

@@ -11,12 +11,39 @@ from collections.abc import Callable
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
 
 
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SpeculationSetting:
+    """How tokens are guessed ahead: `off`, `ngram`, `draft:<model>` or `self:<layers>` of the served model."""
+
+    kind: str = "off"
+    model: str | None = None
+    layers: int | None = None
+
+    def __repr__(self) -> str:
+        argument = self.model if self.model is not None else self.layers
+        return self.kind if argument is None else f"{self.kind}:{argument}"
+
+
+def parse_speculation(text: str) -> SpeculationSetting:
+    """Raises ValueError for anything but the four forms."""
+    kind, separator, argument = text.partition(":")
+    if kind in ("off", "ngram") and not separator:
+        return SpeculationSetting(kind)
+    if kind == "draft" and argument:
+        return SpeculationSetting(kind, model=argument)
+    if kind == "self" and separator:
+        return SpeculationSetting(kind, layers=parse_positive(argument))
+    raise ValueError("expected off, ngram, draft:<model> or self:<layers>")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Knobs of the engine; None or "auto" lets the model and the machine decide.
 
     `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
     `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
+    `max_draft_count` are the tokens guessed for a
+    row in a step, `max_draft_batch` the rows above which nothing is guessed; `speculation` says how.
     """
 
     max_model_len: int | None = None
@@ -32,6 +59,9 @@ class EngineSettings:
     host_kv_bytes: int = 0
     disk_kv_bytes: int = 0
     disk_kv_path: str = ""
+    speculation: SpeculationSetting = SpeculationSetting()
+    max_draft_count: int = 4
+    max_draft_batch: int = 4
 
 
 def _fraction(text: str) -> float:
@@ -48,7 +78,7 @@ def _bytes(text: str) -> int:
     return value
 
 
-_KNOBS: dict[str, Callable[[str], int | float | str]] = {
+_KNOBS: dict[str, Callable[[str], int | float | str | SpeculationSetting]] = {
     "max_model_len": parse_positive,
     "max_num_seqs": parse_positive,
     "max_num_batched_tokens": parse_positive,
@@ -62,12 +92,15 @@ _KNOBS: dict[str, Callable[[str], int | float | str]] = {
     "host_kv_bytes": _bytes,
     "disk_kv_bytes": _bytes,
     "disk_kv_path": str,
+    "speculation": parse_speculation,
+    "max_draft_count": parse_positive,
+    "max_draft_batch": parse_positive,
 }
 
 
 def parse_engine(text: str) -> EngineSettings:
     """`name=value,name=value`. Raises ValueError that names the first knob that is unknown or out of range."""
-    values: dict[str, int | float | str] = {}
+    values: dict[str, int | float | str | SpeculationSetting] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, separator, value = (item.strip() for item in part.partition("="))
         if not separator or name not in _KNOBS:

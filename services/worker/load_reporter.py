@@ -213,6 +213,8 @@ class LoadMetrics:
             (metrics.tier_blocks_total.labels(*labels, "spilled").inc, lambda s: s.tiers.spilled_block_total),
             (metrics.tier_blocks_total.labels(*labels, "skipped").inc, lambda s: s.tiers.skipped_block_total),
             (metrics.tier_blocks_total.labels(*labels, "dropped").inc, lambda s: s.tiers.dropped_block_total),
+            (metrics.draft_tokens_total.labels(*labels).inc, lambda s: s.draft_token_total),
+            (metrics.accepted_draft_tokens_total.labels(*labels).inc, lambda s: s.accepted_draft_token_total),
         ]
         self._seen = [0] * len(self._totals)
 

@@ -17,6 +17,7 @@ from services.common.lifecycle import StartupError
 from services.worker.config import WorkerConfig, parse_name
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.engine.model_runner import ModelRunner, RunnerSpec
+from services.worker.engine.proposer import NgramProposer, Proposer
 from services.worker.service import ServedModel
 
 ECHO = "echo"
@@ -28,16 +29,20 @@ ECHO_LONG_SEQUENCES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner ready for its first step, its card, and what start-up says about memory."""
+    """A runner ready for its first step, its card, what start-up says about memory, and who guesses tokens ahead."""
 
     runner: ModelRunner
     served: ServedModel
     budget_text: str
+    proposer: Proposer | None = None
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
     """Load what MILLRACE_MODEL names. Raises StartupError with one plain sentence."""
-    return _echo(config) if config.model == ECHO else _torch(config)
+    loaded = _echo(config) if config.model == ECHO else _torch(config)
+    if config.engine.speculation.kind == "ngram":
+        return dataclasses.replace(loaded, proposer=NgramProposer())
+    return loaded
 
 
 def manifest_digest(*parts: bytes) -> bytes:
@@ -51,6 +56,8 @@ def manifest_digest(*parts: bytes) -> bytes:
 
 def _echo(config: WorkerConfig) -> LoadedModel:
     knobs = config.engine
+    if knobs.speculation.kind in ("draft", "self"):
+        raise StartupError(f"The echo model cannot be drafted for: speculation={knobs.speculation}.")
     length = knobs.max_model_len if knobs.max_model_len is not None else ECHO_MODEL_LEN
     blocks = knobs.num_blocks
     if blocks is None:
@@ -86,9 +93,12 @@ def _echo(config: WorkerConfig) -> LoadedModel:
 def _torch(config: WorkerConfig) -> LoadedModel:
     # Here and not above: a worker of the echo model must not load torch.
     from services.worker.models.errors import ModelLoadError
-    from services.worker.runtime.factory import LoadedCard, RunnerOptions, load_runner
+    from services.worker.runtime.factory import DraftOptions, LoadedCard, RunnerOptions, load_runner
 
     knobs = config.engine
+    draft = None
+    if knobs.speculation.kind in ("draft", "self"):
+        draft = DraftOptions(knobs.speculation.model, knobs.speculation.layers, knobs.max_draft_batch)
     options = RunnerOptions(
         model=config.model,
         dtype=knobs.dtype,
@@ -101,6 +111,7 @@ def _torch(config: WorkerConfig) -> LoadedModel:
         num_blocks=knobs.num_blocks,
         threads=knobs.threads,
         kernel_cache_dir=Path(config.data_dir) / "kernels" if config.data_dir else None,
+        draft=draft,
     )
     try:
         loaded = load_runner(options)
@@ -125,7 +136,7 @@ def _torch(config: WorkerConfig) -> LoadedModel:
         max_num_seqs=config.engine.max_num_seqs,
     )
     _name(card, config, own_name=facts.model_name, model_digest=facts.model_digest, dtype=facts.dtype)
-    return LoadedModel(loaded.runner, ServedModel(card, facts.tokenizer_json), facts.budget_text)
+    return LoadedModel(loaded.runner, ServedModel(card, facts.tokenizer_json), facts.budget_text, loaded.proposer)
 
 
 def _name(

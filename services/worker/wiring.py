@@ -283,8 +283,11 @@ def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None) 
                 max_num_seqs=knobs.max_num_seqs,
                 max_num_batched_tokens=knobs.max_num_batched_tokens,
                 max_prefill_chunk=knobs.max_prefill_chunk,
+                max_draft_count=knobs.max_draft_count,
+                max_draft_batch=knobs.max_draft_batch,
             ),
             tiers=tiers,
+            proposer=loaded.proposer,
         )
     except (ValueError, RuntimeError) as error:
         raise StartupError(f"The engine cannot work with these settings: {error}.") from error

@@ -23,6 +23,7 @@ from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.gguf_loader import load_gguf
 from services.worker.models.registry import decoder_tensors
 from services.worker.runtime.choosing import NumpyChooser
+from services.worker.runtime.draft_proposer import DraftModelProposer
 from services.worker.runtime.forward import Forward
 from services.worker.runtime.kv_store import KVStore
 from services.worker.runtime.sampler import Sampler
@@ -55,6 +56,24 @@ def smollm2() -> tuple[Checkpoint, TorchForward]:
     checkpoint = load_gguf(model_path())
     tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
     return checkpoint, TorchForward(tensors, max_model_len=CONTEXT)
+
+
+def self_draft(layers: int, *, slots: int = 2) -> DraftModelProposer:
+    """The embedded model's first `layers` layers as its own draft model."""
+    checkpoint = load_gguf(model_path())
+    tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
+    shape = dataclasses.replace(tensors.config, layer_count=layers)
+    tensors = dataclasses.replace(tensors, config=shape, layers=tensors.layers[:layers])
+    store = KVStore(
+        num_blocks=slots * CONTEXT // 16,
+        layers=layers,
+        kv_heads=shape.kv_head_count,
+        head_dim=shape.head_dim,
+        block_size=16,
+        dtype=torch.float32,
+    )
+    forward = TorchForward(tensors, max_model_len=CONTEXT)
+    return DraftModelProposer(forward, NumpyChooser(), store, max_length=CONTEXT)
 
 
 class ModelRig:

@@ -9,7 +9,7 @@ import pytest
 
 from services.worker.engine.proposer import NgramProposer
 from services.worker.engine.request import PriorityClass, RequestKey, SamplingParams
-from tests.helpers.model import ModelRig, golden_cases
+from tests.helpers.model import ModelRig, golden_cases, self_draft
 
 pytestmark = pytest.mark.model
 LENGTH = 16
@@ -111,6 +111,18 @@ def test_speculation_changes_nothing(name: str) -> None:
     rig.add("r", LONG, sampling=SAMPLINGS[name])
     rig.run()
     assert rig.engine.stats(rig.now).draft_token_total > 0
+    assert _said(rig) == alone(name, LONG)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("greedy", 30), ("seeded", 10)])
+def test_a_draft_model_changes_nothing(name: str, layers: int) -> None:
+    rig = ModelRig(num_blocks=32, proposer=self_draft(layers), max_draft_count=4)
+    rig.add("r", LONG, sampling=SAMPLINGS[name])
+    rig.run()
+    stats = rig.engine.stats(rig.now)
+    assert stats.draft_token_total > 0
+    if name == "greedy":
+        assert stats.accepted_draft_token_total == stats.draft_token_total
     assert _said(rig) == alone(name, LONG)
 
 

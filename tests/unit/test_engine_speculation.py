@@ -131,6 +131,52 @@ def test_speculation_pauses_for_a_row_whose_drafts_are_wrong_and_tries_again() -
     assert_engine_empty(rig)
 
 
+def drafted_steps(*, plain_s: float, drafted_s: float, wrong_from: int = 100) -> list[bool]:
+    """Which of some hundred steps had drafts, when steps take so long without and with them."""
+    oracle = Oracle(prompt_length=8, wrong_from=wrong_from)
+    rig = EngineRig(proposer=oracle, max_draft_count=3, spec=make_spec(num_blocks=400))
+    rig.add(make_request("a", max_tokens=450))
+    drafted: list[bool] = []
+    while rig.engine.has_work():
+        was_drafted = bool(drafted and drafted[-1])
+        rig.step(seconds=drafted_s if was_drafted else plain_s)
+        drafted.append(bool(rig.last.scheduled and rig.last.scheduled[0].draft_count))
+    assert rig.token_ids("a") == echoes("a", 450)
+    assert_engine_empty(rig)
+    return drafted
+
+
+def test_speculation_stays_on_while_a_step_with_drafts_gives_more_than_it_takes_longer() -> None:
+    # Four tokens for the time of three; wrong from the second draft on, two tokens for less than the time of two.
+    for wrong_from, drafted_s in ((100, 0.003), (1, 0.0019)):
+        drafted = drafted_steps(plain_s=0.001, drafted_s=drafted_s, wrong_from=wrong_from)
+        assert sum(drafted) > 0.9 * len(drafted)
+
+
+def test_speculation_pauses_for_longer_and_longer_while_drafting_takes_longer_than_it_saves() -> None:
+    for wrong_from, drafted_s in ((100, 0.005), (1, 0.0021)):
+        drafted = drafted_steps(plain_s=0.001, drafted_s=drafted_s, wrong_from=wrong_from)
+        assert 16 <= sum(drafted) <= 4 * 16, "tried again a few times, and no more"
+        assert any(drafted[40:]), "never tried again"
+
+
+def test_a_batch_size_that_loses_does_not_stop_another() -> None:
+    rig = EngineRig(proposer=Oracle(prompt_length=8), max_draft_count=3, spec=make_spec(num_blocks=800))
+    rig.add(make_request("a", max_tokens=800))
+    rig.add(make_request("b", prompt(8, seed=1), max_tokens=120))
+    drafted: dict[int, list[bool]] = {1: [], 2: []}
+    rows, was_drafted = 2, False
+    while rig.engine.has_work():
+        rig.step(seconds=0.009 if rows == 2 and was_drafted else 0.001)
+        if rig.last.scheduled:
+            rows, was_drafted = len(rig.last.scheduled), rig.last.scheduled[0].draft_count > 0
+            drafted[rows].append(was_drafted)
+
+    assert sum(drafted[2]) == 16
+    assert sum(drafted[1]) > 0.9 * len(drafted[1])
+    assert_engine_empty(rig)
+
+
 def test_drafts_leave_the_budget_to_others() -> None:
     rig = EngineRig(
         proposer=Oracle(prompt_length=8),
@@ -176,7 +222,10 @@ def test_the_proposer_is_told_of_every_choice_that_leaves() -> None:
 def test_prompt_lookup_copies_what_followed_the_longest_and_latest_match(known: list[int], drafts: list[int]) -> None:
     proposer = NgramProposer(max_ngram=4, min_ngram=2)
 
-    (proposed,) = proposer.propose([DraftRequest(RequestKey("a", 0, 1), np.array(known, dtype=np.int32), 3)])
+    request = DraftRequest(
+        RequestKey("a", 0, 1), np.array(known, dtype=np.int32), 3, SamplingParams(max_tokens=9, seed=1)
+    )
+    (proposed,) = proposer.propose([request])
 
     assert proposed.tolist() == drafts
 

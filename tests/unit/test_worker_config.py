@@ -10,7 +10,7 @@ import pytest
 
 from services.common.config import ConfigError, load
 from services.common.lifecycle import StartupError
-from services.worker.config import EngineSettings, WorkerConfig, parse_engine, parse_name
+from services.worker.config import EngineSettings, SpeculationSetting, WorkerConfig, parse_engine, parse_name
 from services.worker.model_source import load_model, manifest_digest
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +27,31 @@ def test_engine_knobs_come_from_one_line() -> None:
     assert parse_engine("") == EngineSettings()
 
 
+def test_speculation_is_chosen_in_the_same_line() -> None:
+    assert parse_engine("speculation=off").speculation == EngineSettings().speculation
+    assert parse_engine("speculation=ngram").speculation == SpeculationSetting("ngram")
+    assert parse_engine("speculation=self:6").speculation == SpeculationSetting("self", layers=6)
+    knobs = parse_engine("speculation=draft:/models/small.gguf,max_draft_count=3,max_draft_batch=2")
+    assert knobs.speculation == SpeculationSetting("draft", model="/models/small.gguf")
+    assert (knobs.max_draft_count, knobs.max_draft_batch) == (3, 2)
+    assert str(knobs.speculation) == "draft:/models/small.gguf"
+
+
+def test_the_echo_model_takes_prompt_lookup_and_refuses_a_draft_model() -> None:
+    assert load_model(WorkerConfig(model="echo", engine=parse_engine("speculation=ngram"))).proposer is not None
+    assert load_model(WorkerConfig(model="echo")).proposer is None
+    with pytest.raises(StartupError, match="speculation=self:2"):
+        load_model(WorkerConfig(model="echo", engine=parse_engine("speculation=self:2")))
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
+        ("speculation=guess", "speculation"),
+        ("speculation=draft:", "speculation"),
+        ("speculation=ngram:3", "speculation"),
+        ("speculation=self:0", "speculation"),
+        ("max_draft_count=0", "max_draft_count"),
         ("max_num_seqs", "max_num_seqs"),
         ("max_num_sqs=3", "max_num_sqs"),
         ("max_num_seqs=0", "max_num_seqs"),

@@ -11,16 +11,18 @@ from typing import Protocol
 
 import numpy as np
 
-from services.worker.engine.request import Request, RequestKey, TokenArray, no_tokens
+from services.worker.engine.draft_gain import DraftGain
+from services.worker.engine.request import Request, RequestKey, SamplingParams, TokenArray, no_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """Known tokens of one choice, prompt first, and how many drafts it may get, at least 1."""
+    """Known tokens of one choice, prompt first, how they are sampled, and how many drafts it may get, at least 1."""
 
     key: RequestKey
     token_ids: TokenArray
     max_draft_count: int
+    sampling: SamplingParams
 
 
 class Proposer(Protocol):
@@ -75,10 +77,22 @@ class _Record:
     pause: int = 0
 
 
-class Speculation:
-    """Asks the proposer while it pays: few rows in the batch, and for a row whose recent drafts were accepted.
+@dataclasses.dataclass(slots=True)
+class _Step:
+    """A step of decodes only, to be timed by the start of the next one."""
 
-    A row whose moving acceptance falls below a fifth pauses for 16 steps, then 32 … 256, and then tries again.
+    number: int
+    started_at: float
+    row_count: int
+    is_drafted: bool
+    accepted_count: int = 0
+
+
+class Speculation:
+    """Asks the proposer while it pays: few rows in the batch, by the clock, and for a row whose drafts were accepted.
+
+    A row whose moving acceptance falls below a fifth pauses for 16 steps, then 32 … 256, and then tries again. When
+    steps with drafts take longer a token than steps without, all rows of that batch size pause (see `DraftGain`).
     """
 
     _MIN_ACCEPTANCE = 0.2
@@ -90,29 +104,33 @@ class Speculation:
         self._max_draft_count = max_draft_count
         self._max_batch = max_batch
         self._records: dict[RequestKey, _Record] = {}
+        self._gains: dict[int, DraftGain] = {}
+        self._timed: _Step | None = None
         self.draft_total = 0
         self.accepted_total = 0
 
-    def drafts(self, requests: Sequence[Request], *, budget: int) -> dict[RequestKey, TokenArray]:
-        """Drafts for decoding requests, at most `budget` tokens in all, never past a choice's own end."""
+    def drafts(
+        self, requests: Sequence[Request], *, budget: int, step: int, now: float, waiting_count: int
+    ) -> dict[RequestKey, TokenArray]:
+        """Drafts for decoding requests, at most `budget` tokens in all, never past a choice's own end.
+
+        Step `step` starts `now` and computes only `requests`, but for those of the `waiting_count` that it admits.
+        """
+        self._time_last(step, now)
         if not requests or len(requests) > self._max_batch:
             return {}
-        asked: list[DraftRequest] = []
-        for request in requests:
-            left = request.max_num_tokens - request.num_tokens - 1
-            count = min(self._max_draft_count, left, budget)
-            if count > 0 and self._is_on(request.key):
-                asked.append(DraftRequest(request.key, request.tokens(0, request.num_tokens), count))
-                budget -= count
-        proposed = self._proposer.propose(asked) if asked else []
-        return {
-            ask.key: drafts[: ask.max_draft_count] for ask, drafts in zip(asked, proposed, strict=True) if len(drafts)
-        }
+        gain = self._gains.setdefault(len(requests), DraftGain())
+        drafts = self._ask(requests, budget=budget) if gain.is_on else {}
+        if not waiting_count:
+            self._timed = _Step(step, now, len(requests), bool(drafts))
+        return drafts
 
     def record(self, key: RequestKey, *, draft_count: int, accepted_count: int) -> None:
         """Learn from one verified row."""
         self.draft_total += draft_count
         self.accepted_total += accepted_count
+        if self._timed is not None:
+            self._timed.accepted_count += accepted_count
         record = self._records.setdefault(key, _Record(self._FIRST_PAUSE))
         record.acceptance += 0.25 * (accepted_count / draft_count - record.acceptance)
         if record.acceptance < self._MIN_ACCEPTANCE:
@@ -130,6 +148,30 @@ class Speculation:
     def is_idle(self) -> bool:
         """True when nothing is kept for any choice."""
         return not self._records
+
+    def _time_last(self, step: int, now: float) -> None:
+        last, self._timed = self._timed, None
+        if last is None or last.number != step - 1:
+            return
+        gain = self._gains[last.row_count]
+        if last.is_drafted:
+            gain.note_drafted(now - last.started_at, 1 + last.accepted_count / last.row_count)
+        else:
+            gain.note_plain(now - last.started_at)
+
+    def _ask(self, requests: Sequence[Request], *, budget: int) -> dict[RequestKey, TokenArray]:
+        asked: list[DraftRequest] = []
+        for request in requests:
+            left = request.max_num_tokens - request.num_tokens - 1
+            count = min(self._max_draft_count, left, budget)
+            if count > 0 and self._is_on(request.key):
+                tokens = request.tokens(0, request.num_tokens)
+                asked.append(DraftRequest(request.key, tokens, count, request.sampling))
+                budget -= count
+        proposed = self._proposer.propose(asked) if asked else []
+        return {
+            ask.key: drafts[: ask.max_draft_count] for ask, drafts in zip(asked, proposed, strict=True) if len(drafts)
+        }
 
     def _is_on(self, key: RequestKey) -> bool:
         record = self._records.setdefault(key, _Record(self._FIRST_PAUSE))

@@ -126,7 +126,7 @@ class Scheduler:
         for victim in self._admission.victims_for_better_class():
             self._preempt(victim)
         self._running.compact()
-        prefills = self._schedule_decodes()
+        prefills = self._schedule_decodes(now)
         self._schedule_prefills(prefills)
         self._running.compact()
         self._admission.admit(self._builder)
@@ -267,12 +267,12 @@ class Scheduler:
                 ):
                     self._running.promote(request)
 
-    def _schedule_decodes(self) -> list[Request]:
+    def _schedule_decodes(self, now: float) -> list[Request]:
         """Rows of all requests with one token to compute; returns the others, best first."""
         decodes: list[Request] = []
         prefills: list[Request] = []
         granted: dict[RequestKey, TokenArray] = {}
-        drafts = self._drafts() if self._speculation is not None else None
+        drafts = self._drafts(now) if self._speculation is not None else None
         running = RequestState.RUNNING
         for request in self._running:
             if request.state is not running:
@@ -292,12 +292,13 @@ class Scheduler:
         self._queue.charge_one_each(decodes)
         return prefills
 
-    def _drafts(self) -> dict[RequestKey, TokenArray]:
+    def _drafts(self, now: float) -> dict[RequestKey, TokenArray]:
         decodes = [each for each in self._running if each.num_tokens - each.num_computed_tokens == 1]
         if self._speculation is None or len(decodes) < len(self._running):
             return {}
-        budget = self._builder.budget - len(decodes) - len(self._queue)
-        return self._speculation.drafts(decodes, budget=budget)
+        waiting = len(self._queue)
+        budget = self._builder.budget - len(decodes) - waiting
+        return self._speculation.drafts(decodes, budget=budget, step=self._step, now=now, waiting_count=waiting)
 
     def _schedule_prefills(self, prefills: list[Request]) -> None:
         """Chunks for running prefills, best first; of the long ones that of the tenant that has had least."""

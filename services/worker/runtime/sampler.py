@@ -7,11 +7,13 @@ runner. Be slow to add here: a new rule goes to `logit_rules`, a new filter to `
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from services.worker.engine.outputs import SampledRow, TokenLogprobs
+from services.worker.engine.request import SamplingParams
 from services.worker.runtime.choosing import Chooser, Draw
 from services.worker.runtime.input_batch import RequestState
 from services.worker.runtime.logit_rules import adjust, changes_logits
@@ -41,7 +43,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledRow]:
         """Tokens of each row; appends them to the states, overwrites `logits` (points, vocab) float32."""
         results: list[SampledRow | None] = [None] * len(rows)
-        batch: list[tuple[int, int]] = []
+        batch: list[tuple[int, int, list[Draw]]] = []
         raw: dict[int, torch.Tensor] = {}
         at = 0
         for index, row in enumerate(rows):
@@ -51,11 +53,12 @@ class Sampler:
                 continue
             try:
                 self._prepare(logits, first, row, raw)
+                draws = [draw_of(row.state, row.state.length + ahead) for ahead in range(1 + len(row.drafts))]
             except Exception as error:
                 results[index] = _failed(error)
             else:
-                batch.append((index, first))
-        for (index, first), tokens in zip(batch, self._choose(logits, rows, batch), strict=True):
+                batch.append((index, first, draws))
+        for (index, first, _), tokens in zip(batch, self._choose(logits, batch), strict=True):
             try:
                 results[index] = _accept(rows[index], tokens, logits, first, raw)
             except Exception as error:
@@ -70,23 +73,12 @@ class Sampler:
                 raw[point] = logits[point].clone()
             adjust(logits[point].numpy(), row.state, self._eos_token_ids)
 
-    def _choose(
-        self, logits: torch.Tensor, rows: Sequence[SampleRow], batch: Sequence[tuple[int, int]]
-    ) -> list[list[int | None]]:
-        draws: list[Draw] = []
-        points: list[int] = []
-        for index, first in batch:
-            row = rows[index]
-            draws.extend(draw_of(row.state, row.state.length + ahead) for ahead in range(1 + len(row.drafts)))
-            points.extend(range(first, first + 1 + len(row.drafts)))
+    def _choose(self, logits: torch.Tensor, batch: Sequence[tuple[int, int, list[Draw]]]) -> list[list[int | None]]:
+        """The choices at each row's points, of which `first` is the first; one call for all rows."""
+        points = [point for _, first, draws in batch for point in range(first, first + len(draws))]
         whole = len(points) == len(logits)
-        chosen = self._chooser.choose(logits if whole else logits[points], draws)
-        tokens: list[list[int | None]] = []
-        at = 0
-        for index, _ in batch:
-            tokens.append(chosen[at : at + 1 + len(rows[index].drafts)])
-            at += 1 + len(rows[index].drafts)
-        return tokens
+        chosen = iter(self._chooser.choose(logits if whole else logits[points], [d for _, _, ds in batch for d in ds]))
+        return [list(itertools.islice(chosen, len(draws))) for _, _, draws in batch]
 
     def _guarded(self, row: SampleRow, logits: torch.Tensor) -> SampledRow:
         """Point by point, because each accepted token changes the rules of the next."""
@@ -114,13 +106,17 @@ class Sampler:
 
 def draw_of(state: RequestState, position: int) -> Draw:
     """How `state` draws the token at `position`."""
-    sampling = state.sampling
+    return draw_at(state.sampling, state.key.choice, position)
+
+
+def draw_at(sampling: SamplingParams, choice: int, position: int) -> Draw:
+    """How a choice with these parameters draws the token at `position`, counted from the first prompt token."""
     return Draw(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        noise_key=noise_key(sampling.seed, state.key.choice, position) if sampling.temperature else 0,
+        noise_key=noise_key(sampling.seed, choice, position) if sampling.temperature else 0,
     )
 
 

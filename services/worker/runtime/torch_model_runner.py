@@ -114,9 +114,8 @@ class TorchModelRunner:
             mine = np.arange(at, at + len(wanted[index]), dtype=np.int32)
             at += len(mine)
             if _wants_prompt_logprobs(row, state):
-                prompt_logprobs = self._prompt_logprobs(hidden, mine, row, state)
-                results[index] = SampledRow(prompt_logprobs=prompt_logprobs)
-            if row.samples:
+                results[index] = self._prompt_row(hidden, mine, row, state)
+            if row.samples and results[index].error is None:
                 pending.append((index, mine[len(mine) - 1 - row.draft_count :]))
         self._sample(hidden, rows, states, pending, results)
         return results
@@ -148,6 +147,14 @@ class TorchModelRunner:
                 slab = []
             if entry is not None:
                 slab.append(entry)
+
+    def _prompt_row(
+        self, hidden: torch.Tensor, mine: Positions, row: ScheduledRequest, state: RequestState
+    ) -> SampledRow:
+        try:
+            return SampledRow(prompt_logprobs=self._prompt_logprobs(hidden, mine, row, state))
+        except Exception as error:
+            return SampledRow(error=f"prompt logprobs failed: {type(error).__name__}: {error}")
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, mine: Positions, row: ScheduledRequest, state: RequestState
