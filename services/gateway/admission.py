@@ -275,8 +275,9 @@ def _labels(entry: admission_pb2.AdmissionEntry, metrics: Metrics) -> tuple[str,
 
 
 def _attributes(key: KeyRecord, request: ValidRequest) -> dict[str, str | int]:
+    generation = "chat" if request.model.template is not None else "text_completion"
     return {
-        "gen_ai.operation.name": "chat" if request.model.template is not None else "text_completion",
+        "gen_ai.operation.name": "embeddings" if request.sampling.embed else generation,
         "gen_ai.request.model": request.model.card.model.model,
         "gen_ai.request.max_tokens": request.sampling.max_token_count,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),

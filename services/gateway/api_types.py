@@ -82,3 +82,46 @@ class CancelAnswer(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["request.cancellation"] = "request.cancellation"
     cancelled: bool
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /v1/embeddings`. `input` is a text, a list of texts, the ids of one text, or lists of ids."""
+
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    priority: Literal["interactive", "batch"] | None = None
+
+
+class EmbeddingObject(msgspec.Struct, kw_only=True):
+    """One vector at unit length: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    """Prompt tokens of all inputs; there is no output."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingDetails(msgspec.Struct, kw_only=True):
+    """`millrace` of an answer: each input is one request of the bill."""
+
+    version: str
+    request_ids: list[str]
+
+
+class EmbeddingAnswer(msgspec.Struct, kw_only=True):
+    """Vectors in the order of the inputs."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    model: str
+    usage: EmbeddingUsage
+    millrace: EmbeddingDetails

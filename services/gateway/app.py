@@ -12,16 +12,20 @@ from collections.abc import Callable
 import structlog
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import InvalidRequest, MillraceError, NotFound
 from services.common.metrics import Metrics
-from services.gateway.api_types import CancelAnswer, DetokenizeRequest, TokenizeRequest
+from services.gateway import openapi
+from services.gateway.api_types import CancelAnswer, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from services.gateway.embedding import Embedder
+from services.gateway.embedding_endpoint import EmbeddingEndpoint
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import KeyRing
 from services.gateway.handlers import StreamEndpoint, chat_endpoint, completion_endpoint
+from services.gateway.health_endpoints import HealthEndpoints
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.json_endpoint import JsonEndpoint, json_response
 from services.gateway.limits import Limits
@@ -30,8 +34,6 @@ from services.gateway.tokenize_endpoints import TokenizeEndpoints
 from services.gateway.validation import Validator
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
-_LOOPBACK = frozenset({"127.0.0.1", "::1"})
-_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -100,19 +102,12 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     limits = validator.limits
     text = TokenizeEndpoints(validator)
     streams = StreamEndpoint(parts.answers)
+    health = HealthEndpoints(directory, metrics, ready)
+    described = openapi.document()
+    embeddings = EmbeddingEndpoint(Embedder(parts.generator, validator))
 
-    async def healthz(_request: Request) -> Response:
-        return PlainTextResponse("ok\n")
-
-    async def readyz(_request: Request) -> Response:
-        if ready() and directory.models():
-            return PlainTextResponse("ok\n")
-        return PlainTextResponse("not ready\n", 503, {"retry-after": "1"})
-
-    async def metrics_page(request: Request) -> Response:
-        if not _is_local(request.scope):
-            return await missing(request, NotFound(""))
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
+    async def description(_request: Request) -> Response:
+        return Response(described, media_type="application/json")
 
     async def cancel(request: Request) -> Response:
         # Answers name the request `chatcmpl-<id>` or `cmpl-<id>`.
@@ -127,27 +122,22 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         return _error_response(as_millrace(error))
 
     routes = [
-        Route("/healthz", healthz),
-        Route("/readyz", readyz),
-        Route("/metrics", metrics_page),
+        Route("/healthz", health.healthz),
+        Route("/readyz", health.readyz),
+        Route("/metrics", health.metrics),
+        Route("/openapi.json", description, methods=["GET"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get, methods=["GET"]),
         Route("/v1/chat/completions", chat_endpoint(parts, validator), methods=["POST"]),
         Route("/v1/completions", completion_endpoint(parts, validator), methods=["POST"]),
         Route("/v1/streams/{request_id}", streams, methods=["GET"]),
+        Route("/v1/embeddings", JsonEndpoint(EmbeddingRequest, embeddings.embed, limits), methods=["POST"]),
         Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
         Route("/tokenize", JsonEndpoint(TokenizeRequest, text.tokenize, limits), methods=["POST"]),
         Route("/detokenize", JsonEndpoint(DetokenizeRequest, text.detokenize, limits), methods=["POST"]),
     ]
     handlers = {404: missing, 405: missing, MillraceError: failed, Exception: failed}
     return Edge(Starlette(routes=routes, exception_handlers=handlers), parts.keyring, limits)
-
-
-def _is_local(scope: Scope) -> bool:
-    """The peer is on this machine, and no proxy speaks for another."""
-    client = scope.get("client")
-    forwarded = any(name in _FORWARDED for name, _ in scope["headers"])
-    return client is not None and client[0] in _LOOPBACK and not forwarded
 
 
 def _error_response(error: MillraceError) -> Response:

@@ -86,6 +86,11 @@ class Generation(Protocol):
         """Prompt tokens that came from the prefix cache; known once prefill started."""
         ...
 
+    @property
+    def embedding(self) -> bytes:
+        """Little-endian float32 of a request for an embedding, once its events have ended; else empty."""
+        ...
+
     def events(self) -> AsyncIterator[TokenEvent]:
         """Token events of all choices until each has finished.
 

@@ -15,9 +15,11 @@ from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 from services.common.admission_types import KeyRecord
 from services.common.errors import Cancelled, InvalidRequest, Unsupported
 from services.gateway.answering import ending_of
+from services.gateway.embedding import Embedder
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import Generation, ValidRequest
 from services.gateway.grpc_chat import call_deltas, chat_of
+from services.gateway.grpc_embed import embed_drafts, embed_response, timeout_of
 from services.gateway.http_errors import as_millrace
 from services.gateway.peers import HOLDS
 from services.gateway.request_draft import (
@@ -37,7 +39,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GatewayService(pb_grpc.GatewayServiceServicer):
-    """Generate, ListModels, Cancel, and Continue for other gateways."""
+    """Generate, Embed, ListModels, Cancel, and Continue for other gateways."""
 
     def __init__(self, parts: FrontParts) -> None:
         self._generator = parts.generator
@@ -46,6 +48,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         self._clock = parts.clock
         self._answers = parts.answers
         self._validator = Validator(parts.directory, parts.renderer)
+        self._embedder = Embedder(parts.generator, self._validator)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with a server that is not started yet."""
@@ -85,6 +88,13 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         finally:
             # A cancelled call leaves by CancelledError or GeneratorExit.
             await asyncio.shield(generation.finish(*ending))
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Embeddings of all inputs, or the first one's error. The call's deadline is that of each."""
+        key = await self._key(context)
+        drafts = embed_drafts(request, context.time_remaining())
+        async with self._embedder.run(key, drafts) as found:
+            return embed_response(found)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """The versions that the key may use."""
@@ -163,7 +173,7 @@ def _draft(request: pb.GenerateRequest, remaining_s: float | None) -> RequestDra
         metadata=dict(request.metadata),
         priority_class=request.priority_class or common_pb2.PRIORITY_CLASS_INTERACTIVE,
         resume_policy=request.resume_policy or common_pb2.RESUME_POLICY_RESUME,
-        timeout_s=None if remaining_s is None else max(0.001, min(remaining_s, 3_600.0)),
+        timeout_s=timeout_of(remaining_s),
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
+from services.gateway.answer_sink import ClientSink
 from services.gateway.answering import until_disconnect
 from services.gateway.handlers import read_body
 from services.gateway.json_body import decode_body
@@ -24,13 +25,23 @@ def json_response(value: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+async def send_json(send: Send, value: msgspec.Struct, *, request_id: str = "") -> None:
+    """Write 200 with `value` as JSON. Raises SlowReader when the client does not take it."""
+    body = msgspec.json.encode(value)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"x-request-id", request_id.encode())] if request_id else []
+    sink = ClientSink(send)
+    await sink.start(200, headers)
+    await sink.write([body], more=False)
+
+
 class JsonEndpoint(Generic[BodyT]):
-    """ASGI: `answer` gets the key and the typed body. It is cancelled when the client goes away."""
+    """ASGI: `answer` gets the key, the typed body and the way out. It is cancelled when the client goes away."""
 
     def __init__(
         self,
         body_type: type[BodyT],
-        answer: Callable[[KeyRecord, BodyT], Awaitable[Response]],
+        answer: Callable[[KeyRecord, BodyT, Send], Coroutine[Any, Any, None]],
         limits: Limits,
     ) -> None:
         self._body_type = body_type
@@ -44,9 +55,4 @@ class JsonEndpoint(Generic[BodyT]):
         except ClientDisconnect:
             return
         body = decode_body(raw, self._body_type, self._limits)
-
-        async def work() -> None:
-            response = await self._answer(scope["state"]["key"], body)
-            await response(scope, receive, send)
-
-        await until_disconnect(receive, work())
+        await until_disconnect(receive, self._answer(scope["state"]["key"], body, send))

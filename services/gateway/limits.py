@@ -23,6 +23,7 @@ class Limits:
     bad_words: int = 32
     bad_word_bytes: int = 64
     choices: int = 8
+    embedding_inputs: int = 256
     top_logprobs: int = 20
     metadata_entries: int = 16
     metadata_key_bytes: int = 64

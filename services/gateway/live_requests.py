@@ -95,6 +95,11 @@ class LiveRequest:
         """Prompt tokens from the prefix cache."""
         return min(self.core.cached_token_count, len(self.facts.entry.token_ids))
 
+    @property
+    def embedding(self) -> bytes:
+        """The vector of a request for one, once its events have ended."""
+        return self.core.embedding
+
     async def events(self) -> AsyncIterator[TokenEvent]:
         """Token events until every choice has ended. Raises what the request failed of, once what came is out."""
         while True:

@@ -58,4 +58,4 @@ class ModelEndpoints:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    return ["completions"] if model.template is None else ["completions", "chat"]
+    return ["completions", "embeddings", *([] if model.template is None else ["chat"])]

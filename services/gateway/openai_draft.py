@@ -119,6 +119,11 @@ def _draft(body: GenerationBody, prompt: Prompt, max_tokens: int | None, logprob
     )
 
 
+def served_values(name: str) -> tuple[JsonValue, ...] | None:
+    """The values of a field kept as it came that are served beside null; None where its value is parsed further on."""
+    return None if name in _GRAMMAR_FIELDS else _ONLY.get(name, ())
+
+
 def _text_prompt(prompt: str | list[str | int | list[int]] | None) -> Prompt:
     if prompt is None:
         raise InvalidRequest("`prompt` is required.", param="prompt")

@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-ABSENT = msgspec.Raw()
+# A field that was not sent is an empty Raw.
+ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """A request as either door understood it, before any check of values: one form for HTTP and gRPC. Values only.
 
-None is "not given". Field names are those of the OpenAI API, which is how errors name them.
+None is "not given". Field names are those of the OpenAI API, which is how errors name them; a prompt knows its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class ChatPrompt:
     template_settings: Mapping[str, JsonValue] = dataclasses.field(default_factory=dict)
     tools: ToolRules = NO_TOOLS
     reasoning_effort: str | None = None
+    field: str = "messages"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class TextPrompt:
     """Raw text; control tokens in it are text."""
 
     text: str
+    field: str = "prompt"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class TokenPrompt:
     """Token ids as given; not yet checked against the vocabulary."""
 
     token_ids: tuple[int, ...]
+    field: str = "prompt"
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -74,6 +77,7 @@ class SamplingDraft:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: GrammarDraft | None = None
+    embed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_types import RequestPhase, RequestRecord
 from services.common.errors import (
-    Cancelled,
     DeadlineExceeded,
     Draining,
     EngineError,
@@ -26,6 +25,7 @@ from services.common.errors import (
     error_of,
 )
 from services.gateway.choice_tokens import ChoiceTokens
+from services.gateway.end_errors import error_of_finish, error_of_record
 from services.gateway.generation import TokenEvent
 
 UNACKED_TOKENS = 16
@@ -109,6 +109,7 @@ class RequestCore:
         self.ended = False
         self.started = False
         self.cached_token_count = 0
+        self.embedding = b""
         self.queued_at = now
         self.heard_at = now
         self.budget = limits.budget_tokens
@@ -198,6 +199,8 @@ class RequestCore:
             actions += self._on_failed(event.failed, now)
         elif kind == "prompt_logprobs" and self._prompt_logprobs is None:
             self._prompt_logprobs = tuple(event.prompt_logprobs.positions)
+        elif kind == "embedding":
+            self.embedding = event.embedding.vector
         return actions
 
     def on_worker_lost(self, instance: str, now: float) -> list[Action]:
@@ -227,7 +230,7 @@ class RequestCore:
         if record is None:
             return [] if self.binding is not None else [Readmit(self.attempt, self._prefix(), again=True)]
         if record.phase is RequestPhase.FINISHED:
-            return self.fail(_error_of_record(record))
+            return self.fail(error_of_record(record))
         gone = record.phase is RequestPhase.OWNED and self.binding is None and record.attempt >= self.attempt
         if gone and (not worker_alive or now - self.queued_at > 5):
             self._floor = max(self._floor, record.epoch + 1)
@@ -297,7 +300,7 @@ class RequestCore:
             return self.fail(EngineError("The worker sent tokens that were not asked for."))
         choice.add(delta)
         if delta.HasField("finish") and delta.first_index + len(delta.token_ids) == choice.received:
-            error = _error_of_finish(delta.finish.reason)
+            error = error_of_finish(delta.finish.reason)
             if error is not None:
                 return self.fail(error)
             choice.finish, choice.worker_ended = delta.finish.reason, True
@@ -377,22 +380,3 @@ class RequestCore:
             return ()
         self._prompt_logprobs_handed = True
         return self._prompt_logprobs
-
-
-def _error_of_finish(reason: common_pb2.FinishReason.ValueType) -> MillraceError | None:
-    if reason == common_pb2.FINISH_REASON_EXPIRED:
-        return DeadlineExceeded("The deadline passed before the answer was complete.")
-    if reason == common_pb2.FINISH_REASON_CANCELLED:
-        return Cancelled("The request was cancelled.")
-    if reason in (common_pb2.FINISH_REASON_ERROR, common_pb2.FINISH_REASON_UNSPECIFIED):
-        return EngineError("The engine could not compute this request.")
-    return None
-
-
-def _error_of_record(record: RequestRecord) -> MillraceError:
-    state: object = record.terminal_state
-    if state == common_pb2.TERMINAL_STATE_EXPIRED:
-        return DeadlineExceeded("The deadline passed before the answer was complete.")
-    if state == common_pb2.TERMINAL_STATE_CANCELLED:
-        return Cancelled("The request was cancelled.")
-    return error_of(record.error_reason or "WORKER_LOST", "The request was ended elsewhere.")

@@ -5,12 +5,12 @@ Nothing is admitted or billed; the model need not have room.
 
 from __future__ import annotations
 
-from starlette.responses import Response
+from starlette.types import Send
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.api_types import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from services.gateway.json_endpoint import json_response
+from services.gateway.json_endpoint import send_json
 from services.gateway.openai_draft import chat_draft
 from services.gateway.openai_types import ChatRequest
 from services.gateway.request_draft import Prompt, TextPrompt
@@ -23,7 +23,7 @@ class TokenizeEndpoints:
     def __init__(self, validator: Validator) -> None:
         self._validator = validator
 
-    async def tokenize(self, key: KeyRecord, body: TokenizeRequest) -> Response:
+    async def tokenize(self, key: KeyRecord, body: TokenizeRequest, send: Send) -> None:
         """Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, NoWorker, Unsupported."""
         model = self._validator.resolve(key, body.model)
         ids = await self._validator.tokenise(model, _prompt(body), add_bos=body.add_special_tokens is not False)
@@ -34,9 +34,9 @@ class TokenizeEndpoints:
             tokens=ids.tolist(),
             token_strs=words if body.return_token_strs else None,
         )
-        return json_response(answer)
+        await send_json(send, answer)
 
-    async def detokenize(self, key: KeyRecord, body: DetokenizeRequest) -> Response:
+    async def detokenize(self, key: KeyRecord, body: DetokenizeRequest, send: Send) -> None:
         """At most a context of ids. Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, NoWorker."""
         model = self._validator.resolve(key, body.model)
         context = model.card.max_model_len
@@ -45,7 +45,7 @@ class TokenizeEndpoints:
             raise ContextLengthExceeded(message, param="tokens")
         check_ids("tokens", body.tokens, model.card.vocab_size)
         text = b"".join(map(model.tokenizer.token_bytes, body.tokens)).decode("utf-8", "replace")
-        return json_response(DetokenizeAnswer(prompt=text))
+        await send_json(send, DetokenizeAnswer(prompt=text))
 
 
 def _prompt(body: TokenizeRequest) -> Prompt:

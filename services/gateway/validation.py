@@ -98,13 +98,12 @@ class Validator:
         if isinstance(prompt, ChatPrompt):
             ids = await self._encode_chat(model, prompt, most_bytes)
         elif isinstance(prompt, TextPrompt):
-            ids = await self._encode_text(model, prompt.text, most_bytes)
+            ids = await self._encode_text(model, prompt, most_bytes)
         else:
-            check_ids("prompt", prompt.token_ids, card.vocab_size)
+            check_ids(prompt.field, prompt.token_ids, card.vocab_size)
             ids = array("I", prompt.token_ids)
-        field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         if not ids:
-            raise InvalidRequest(f"`{field}` is empty.", param=field)
+            raise InvalidRequest(f"`{prompt.field}` is empty.", param=prompt.field)
         if add_bos and card.add_bos and card.HasField("bos_token_id") and ids[0] != card.bos_token_id:
             ids.insert(0, card.bos_token_id)
         return ids
@@ -133,11 +132,12 @@ class Validator:
             return await asyncio.to_thread(model.tokenizer.encode_rendered, rendered, guarded.guard)
         return model.tokenizer.encode_rendered(rendered, guarded.guard)
 
-    async def _encode_text(self, model: ServedModel, text: str, most_bytes: int) -> array[int]:
+    async def _encode_text(self, model: ServedModel, prompt: TextPrompt, most_bytes: int) -> array[int]:
+        text = prompt.text
         if not text:
-            raise InvalidRequest("`prompt` is empty.", param="prompt")
+            raise InvalidRequest(f"`{prompt.field}` is empty.", param=prompt.field)
         size = len(text.encode("utf-8", "surrogatepass"))
-        _check_bytes("prompt", size, most_bytes, model.card.max_model_len)
+        _check_bytes(prompt.field, size, most_bytes, model.card.max_model_len)
         if size > self.limits.inline_encode_bytes:
             return await asyncio.to_thread(model.tokenizer.encode, text)
         return model.tokenizer.encode(text)
@@ -146,14 +146,13 @@ class Validator:
         """Largest output in tokens. The rule: prompt + output <= max_model_len, exactly, each within the key's cap."""
         card, limits, sent = model.card, self.limits, draft.sampling.max_tokens
         chat = isinstance(draft.prompt, ChatPrompt)
-        field = "messages" if chat else "prompt"
         # What the model holds, and what its block pool holds: a request past either could never run.
         context = min(card.max_model_len, card.block_count * card.block_size)
         room = context - prompt_count
         default = limits.default_chat_tokens if chat else limits.default_completion_tokens
         if cap.prompt_tokens is not None and prompt_count > cap.prompt_tokens:
             message = f"The prompt has {prompt_count} tokens; this key may send {cap.prompt_tokens} to this model."
-            raise InvalidRequest(message, param=field)
+            raise InvalidRequest(message, param=draft.prompt.field)
         most = default if cap.output_tokens is None else min(default, cap.output_tokens)
         wanted = min(most, max(room, 1)) if sent is None else sent
         if cap.output_tokens is not None and wanted > cap.output_tokens:
@@ -166,7 +165,7 @@ class Validator:
             raise ContextLengthExceeded(
                 f"The prompt has {prompt_count} tokens and up to {wanted} are asked for: {prompt_count + wanted} "
                 f"is more than this model's context of {context} tokens.",
-                param=field,
+                param=draft.prompt.field,
             )
         if (draft.sampling.min_tokens or 0) > wanted:
             raise InvalidRequest(f"`min_tokens` is larger than the {wanted} tokens asked for.", param="min_tokens")
@@ -268,6 +267,7 @@ def _sampling(sent: SamplingDraft, max_tokens: int, bad_words: list[array[int]])
             if grammar is None
             else common_pb2.Grammar(kind=grammar.kind, text=grammar.text, choices=grammar.choices)
         ),
+        embed=sent.embed,
     )
 
 

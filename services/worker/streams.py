@@ -17,6 +17,9 @@ from services.worker import wire
 from services.worker.engine.outputs import EngineOutput, TokenLogprobs
 from services.worker.engine.request import FinishReason
 
+# What a position of a frame takes, about: an embedding counts as that many.
+_POSITION_BYTES = 16
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestFacts:
@@ -126,6 +129,8 @@ class RequestStream:
         self._failure_sent = False
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs_sent = False
+        self._embedding = b""
+        self._embedding_sent = False
 
     @property
     def ended(self) -> bool:
@@ -161,6 +166,7 @@ class RequestStream:
             urgent = True
         choice.append(output.first_index if output.token_ids else choice.end, output.token_ids, output.logprobs)
         self._prompt_logprobs.extend(output.prompt_logprobs)
+        self._embedding = output.embedding
         if output.token_ids and self.marks.first_token is None:
             self.marks.first_token = now_wall
         if output.finish_reason is FinishReason.ERROR:
@@ -188,14 +194,14 @@ class RequestStream:
     def continue_from(self, next_indices: list[int]) -> bool:
         """The gateway holds everything below these indices; False when the rest is not kept here."""
         self._accepted_sent = True
-        self._started_sent = self._failure_sent = self._prompt_logprobs_sent = False
+        self._started_sent = self._failure_sent = self._prompt_logprobs_sent = self._embedding_sent = False
         wanted = dict(enumerate(next_indices))
         return all(choice.rewind(wanted.get(index, choice.start)) for index, choice in self.choices.items())
 
     def restart_sending(self) -> None:
         """The gateway does not know this request yet: send again from the first unacknowledged token."""
         self._accepted_sent = False
-        self._started_sent = self._failure_sent = self._prompt_logprobs_sent = False
+        self._started_sent = self._failure_sent = self._prompt_logprobs_sent = self._embedding_sent = False
         for choice in self.choices.values():
             choice.rewind(choice.base)
 
@@ -208,7 +214,7 @@ class RequestStream:
         if self.started and not self._started_sent:
             self._event(events).started.cached_token_count = self.cached_token_count
             self._started_sent = True
-        used = self._take_prompt_logprobs(events)
+        used = self._take_prompt_logprobs(events) + self._take_embedding(events)
         weight = 1 + self._alternative_count()
         for choice in self.choices.values():
             if used >= limit:
@@ -260,6 +266,13 @@ class RequestStream:
             message.positions.append(wire.position_logprobs(value))
         self._prompt_logprobs_sent = True
         return len(message.positions) * (1 + self.facts.entry.sampling.prompt_logprob_count)
+
+    def _take_embedding(self, events: list[worker_service_pb2.Event]) -> int:
+        if not self._embedding or self._embedding_sent:
+            return 0
+        self._event(events).embedding.vector = self._embedding
+        self._embedding_sent = True
+        return len(self._embedding) // _POSITION_BYTES
 
     def _add_finish(self, choice: ChoiceStream, delta: worker_service_pb2.Delta) -> None:
         if choice.finish is None or choice.sent < choice.end:

@@ -101,6 +101,7 @@ def sampling_params(message: common_pb2.SamplingParams, *, vocab_size: int) -> S
         logprob_count=message.logprob_count if message.HasField("logprob_count") else None,
         prompt_logprob_count=message.prompt_logprob_count if message.HasField("prompt_logprob_count") else None,
         grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
+        embed=message.embed,
     )
 
 
@@ -193,6 +194,7 @@ def _check_ranges(message: common_pb2.SamplingParams) -> None:
     _require(all(math.isfinite(bias.bias) for bias in message.logit_bias), "logit_bias")
     _require(0 <= message.logprob_count <= 1024, "logprob_count")
     _require(0 <= message.prompt_logprob_count <= 1024, "prompt_logprob_count")
+    _require(not message.embed or message.choice_count == message.max_token_count == 1, "embed")
 
 
 def _check_vocabulary(field: str, ids: Sequence[int] | Iterable[int], vocab_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,20 @@ def test_every_answer_so_far_is_one_ledger_row(stack: Stack) -> None:
     assert row["tenant"] == "demo"
     assert row["billed_prompt_tokens"] == response.json()["usage"]["prompt_tokens"]
     assert row["billed_completion_tokens"] == response.json()["usage"]["completion_tokens"]
+
+
+def test_the_openai_sdk_gets_embeddings_that_know_what_is_alike_and_pays_for_the_prompt(stack: Stack) -> None:
+    before = {row["request_id"] for row in stack.ledger()}
+    texts = ["The cat sleeps on the sofa.", "A cat is asleep on the couch.", "SELECT name FROM orders WHERE id = 7;"]
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=stack.key) as client:
+        answer = client.embeddings.create(model=MODEL, input=texts)
+
+    first, second, third = (each.embedding for each in answer.data)
+    assert sum(x * x for x in first) == pytest.approx(1.0, abs=1e-4)
+    assert sum(map(operator.mul, first, second)) > sum(map(operator.mul, first, third))
+    rows = [row for row in stack.wait_ledger(len(before) + 3) if row["request_id"] not in before]
+    assert sorted(row["billed_completion_tokens"] for row in rows) == [0, 0, 0]
+    assert sum(row["billed_prompt_tokens"] for row in rows) == answer.usage.prompt_tokens
 
 
 def test_the_command_line_chats_shows_status_and_creates_keys(stack: Stack) -> None:

@@ -150,6 +150,7 @@ class ScriptedGeneration:
         self.request_id = request_id
         self.queue_position = 3
         self.cached_token_count = 0
+        self.embedding = b""
         self.delivered: dict[int, int] = {}
         self.reasoned: dict[int, int] = {}
         self.stopped: dict[int, int] = {}
@@ -198,6 +199,7 @@ class FakeGenerator:
         self.starting = asyncio.Event()
         self.start_cancelled = 0
         self.cached = 0
+        self.embedding_of: Callable[[ValidRequest], bytes] = lambda _request: b""
         self.requests: list[tuple[KeyRecord, ValidRequest]] = []
         self.generations: list[ScriptedGeneration] = []
         self.cancelled: list[tuple[str, str]] = []
@@ -215,6 +217,7 @@ class FakeGenerator:
             raise self.refusal
         made = ScriptedGeneration(self._script(request) if callable(self._script) else self._script)
         made.cached_token_count = self.cached
+        made.embedding = self.embedding_of(request)
         self.generations.append(made)
         return made
 

@@ -26,6 +26,7 @@ from services.common.errors import (
     StoreUnavailable,
 )
 from services.gateway.generation import Generation
+from services.worker.engine.fake_model_runner import echo_embedding
 from services.worker.model_source import load_model
 from services.worker.wiring import WorkerApp, build
 from tests.helpers.admission import open_budget
@@ -113,6 +114,24 @@ async def test_a_request_runs_to_its_end_and_is_billed_once(
     assert event.billed.prompt_token_count == 5
     assert event.billed.completion_token_count == sum(len(t) for t in answer.tokens.values())
     assert event.worker_instance == worker.instance
+    await rig.until(lambda: len(worker.parts.table) == 0)
+
+
+async def test_an_embedding_takes_the_way_of_every_request_and_pays_for_its_prompt_alone(
+    rig: GatewayRig, worker: WorkerApp, store: AdmissionStore
+) -> None:
+    request = rig.request(prompt=40, max_tokens=1)
+    request.sampling.embed = True
+    generation = await rig.back.generator.start(limited(budget_tokens=41, concurrent_requests=1), request)
+
+    answer = await read_all(generation)
+
+    assert (answer.error, answer.tokens) == (None, {0: []})
+    assert generation.embedding == echo_embedding(range(1, 41))
+    await assert_idle(rig, store)
+    (event,) = await rig.usage_events()
+    assert event.terminal_state == common_pb2.TERMINAL_STATE_COMPLETED
+    assert event.billed == common_pb2.TokenUsage(prompt_token_count=40)
     await rig.until(lambda: len(worker.parts.table) == 0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -67,6 +68,7 @@ async def test_each_method_asks_for_a_key() -> None:
     async with door(FakeGenerator()) as stub:
         for call in (
             stub.Generate(pb.GenerateRequest(model="tiny", prompt="x")),
+            stub.Embed(pb.EmbedRequest(model="tiny")),
             stub.ListModels(pb.ListModelsRequest()),
             stub.Cancel(pb.CancelRequest(request_id=REQUEST_ID)),
             stub.ListModels(pb.ListModelsRequest(), metadata=(*METADATA, *METADATA)),
@@ -172,3 +174,32 @@ async def test_cancel_tells_whose_request_it_is_only_to_its_tenant() -> None:
     assert answer.cancelled
     assert (code, info.reason) == (grpc.StatusCode.NOT_FOUND, "NOT_FOUND")
     assert generator.cancelled[0] == ("acme", REQUEST_ID)
+
+
+async def test_embed_gives_a_vector_an_input_and_one_usage() -> None:
+    generator = FakeGenerator([tokens([], finish=common_pb2.FINISH_REASON_STOP)])
+    generator.embedding_of = lambda request: struct.pack("<2f", 0.5, len(request.prompt_token_ids))
+    inputs = [pb.EmbedInput(text="abc"), pb.EmbedInput(token_ids=common_pb2.TokenIds(token_ids=[65]))]
+    async with door(generator) as stub:
+        answer = await stub.Embed(pb.EmbedRequest(model="tiny", inputs=inputs), metadata=METADATA)
+
+    assert [list(each.values) for each in answer.embeddings] == [[0.5, 3.0], [0.5, 1.0]]
+    assert answer.usage == common_pb2.TokenUsage(prompt_token_count=4)
+    assert answer.model.version == "v1"
+    assert [g.endings[0][0] for g in generator.generations] == [common_pb2.TERMINAL_STATE_COMPLETED] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"inputs": [pb.EmbedInput()]}, "inputs[0]"),
+        ({"inputs": [pb.EmbedInput(text="a"), pb.EmbedInput(text="")]}, "inputs[1]"),
+        ({"inputs": [pb.EmbedInput(text="a")], "priority_class": 9}, "priority_class"),
+    ],
+)
+async def test_embed_refuses_by_name(fields: dict[str, Any], param: str) -> None:
+    async with door(FakeGenerator()) as stub:
+        code, info = await failure(stub.Embed(pb.EmbedRequest(model="tiny", **fields), metadata=METADATA))
+
+    assert (code, info.metadata["param"]) == (grpc.StatusCode.INVALID_ARGUMENT, param)

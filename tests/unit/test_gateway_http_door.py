@@ -60,7 +60,7 @@ async def test_every_route_but_health_and_metrics_asks_for_a_key(header: bytes |
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/docs", "/openapi.json", "/admin", "/v1", "/v1/files", "//healthz", "/healthz/", "/metrics/x"]
+    "path", ["/", "/docs", "/openapi.json/", "/admin", "/v1", "/v1/files", "//healthz", "/healthz/", "/metrics/x"]
 )
 async def test_a_path_that_does_not_exist_asks_for_a_key_too(path: str) -> None:
     asked = client()
@@ -176,7 +176,7 @@ async def test_one_model_is_found_by_name_and_version() -> None:
     assert found.json()["max_model_len"] == 4_096
     assert found.json()["owned_by"] == "acme"
     assert found.json()["millrace"]["version"] == "v2"
-    assert found.json()["millrace"]["capabilities"] == ["completions", "chat"]
+    assert found.json()["millrace"]["capabilities"] == ["completions", "embeddings", "chat"]
     assert (await asked.ask("GET", "/v1/models/org/tiny@v9")).status == 404
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,13 @@ def echo_token(request_id: str, choice: int, index: int, *, vocab_size: int) -> 
     """Output token `index` of a choice: the same whatever the batch, the attempt or the worker."""
     text = f"{request_id}\x00{choice}\x00{index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % vocab_size
+
+
+def echo_embedding(prompt_token_ids: Sequence[int]) -> bytes:
+    """Embedding of a prompt, 16 little-endian float32 at unit length: a hash of the tokens and nothing else."""
+    text = np.asarray(prompt_token_ids, dtype="<u4").tobytes()
+    raw = np.frombuffer(hashlib.blake2b(text, digest_size=64).digest(), dtype="<i4").astype(np.float64)
+    return bytes((raw / np.sqrt(np.sum(raw * raw))).astype("<f4").tobytes())
 
 
 def _nothing(_: SchedulerOutput) -> None:
@@ -142,6 +149,8 @@ class FakeModelRunner:
         known_end = row.start + len(row.token_ids) - row.draft_count
         if known_end != sequence.length:
             raise RuntimeError(f"{row.key} samples after {known_end} tokens, {sequence.length} are known")
+        if sequence.sampling.embed:
+            return SampledRow(embedding=echo_embedding(sequence.prompt.tolist()))
         drafts = row.token_ids[len(row.token_ids) - row.draft_count :].tolist()
         tokens: list[int] = []
         for position in range(row.draft_count + 1):

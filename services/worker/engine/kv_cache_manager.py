@@ -107,7 +107,7 @@ class KVCacheManager:
         read blocks that it should wait for.
         """
         request.waits_for = None
-        if request.wants_prompt_logprobs:
+        if request.needs_whole_prompt:
             return _NO_MATCH
         fork = self._match_sibling(request)
         blocks: list[int] = []

@@ -94,6 +94,7 @@ class SampledRow(msgspec.Struct, frozen=True, gc=False):
     such token of the prompt that this row's chunk predicts; the prompt's first token has none.
     `error` set: this row alone failed; its choice ends with FinishReason.ERROR, the batch goes on.
     `grammar_ended` true: the grammar allows nothing more; the choice ends with STOP after these tokens.
+    `embedding`, little-endian float32, takes the place of tokens where the request asked for it.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -101,6 +102,7 @@ class SampledRow(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     grammar_ended: bool = False
     error: str | None = None
+    embedding: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class EngineOutput(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    embedding: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

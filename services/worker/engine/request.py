@@ -64,6 +64,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0 and `min_p` 0 are off; `seed` is 64 bits unsigned and always set.
     `logprob_count` None means no logprobs, 0 means the sampled token's own only.
+    `embed`: nothing is sampled; the choice ends with the pooled hidden states of its prompt.
     """
 
     max_tokens: int
@@ -83,6 +84,7 @@ class SamplingParams:
     logprob_count: int | None = None
     prompt_logprob_count: int | None = None
     grammar: Grammar | None = None
+    embed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -236,9 +238,10 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True while prompt logprobs are asked for and not all handed out: then the prompt must be computed."""
-        return self.sampling.prompt_logprob_count is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+    def needs_whole_prompt(self) -> bool:
+        """True when every prompt token must be computed: for an embedding, or prompt logprobs not all handed out."""
+        wants = self.sampling.prompt_logprob_count is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+        return wants or self.sampling.embed
 
     def tokens(self, start: int, end: int) -> TokenArray:
         """Known tokens at positions start … end - 1, as a view that later tokens do not change."""

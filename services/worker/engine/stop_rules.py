@@ -28,7 +28,7 @@ def fault_of(row: ScheduledRequest, sampled: SampledRow) -> str | None:
     count = len(sampled.token_ids)
     if not row.samples:
         return "the runner sampled a row that does not sample" if count else None
-    if count == 0 and not sampled.grammar_ended:
+    if count == 0 and not sampled.grammar_ended and not sampled.embedding:
         return "the runner gave no token"
     return "the runner gave more tokens than were asked for" if count > row.draft_count + 1 else None
 
@@ -78,7 +78,7 @@ def apply(request: Request, row: ScheduledRequest, sampled: SampledRow) -> Engin
         if finish is not None:
             break
     request.num_computed_tokens += max(0, kept - 1)
-    if sampled.grammar_ended and finish is None:
+    if (sampled.grammar_ended or sampled.embedding) and finish is None:
         finish = FinishReason.STOP
     prompt_logprobs = _fresh_prompt_logprobs(request, row, sampled) if sampled.prompt_logprobs else ()
     started = not request.started
@@ -95,6 +95,7 @@ def apply(request: Request, row: ScheduledRequest, sampled: SampledRow) -> Engin
         cached_token_count=request.group.cached_token_count or 0,
         finish_reason=finish,
         stop_token_id=_stop_token(request, finish),
+        embedding=sampled.embedding,
     )
 
 

@@ -13,10 +13,14 @@ import numpy.typing as npt
 from services.worker.engine.outputs import NewRequest, ScheduledRequest
 from services.worker.engine.request import RequestKey, SamplingParams
 from services.worker.runtime.forward import IntArray, StepInputs
+from services.worker.runtime.pooling import MeanPool
 
 
 class RequestState:
-    """Tokens and counts of one choice. `history` says that earlier tokens change its logits."""
+    """Tokens and counts of one choice. `history` says that earlier tokens change its logits.
+
+    `pool` gathers the embedding of a request for one.
+    """
 
     def __init__(self, request: NewRequest) -> None:
         self.key: RequestKey = request.key
@@ -25,6 +29,7 @@ class RequestState:
         self._tokens: IntArray = np.concatenate((request.prompt_token_ids, request.output_token_ids)).astype(np.int32)
         self._length = len(self._tokens)
         sampling = request.sampling
+        self.pool = MeanPool() if sampling.embed else None
         self.history = bool(
             sampling.repetition_penalty != 1.0
             or sampling.frequency_penalty != 0.0

@@ -25,6 +25,7 @@ from services.worker.runtime.forward import Forward
 from services.worker.runtime.input_batch import InputBatch, RequestState, flatten
 from services.worker.runtime.kv_store import KVStore
 from services.worker.runtime.logprobs import token_logprobs
+from services.worker.runtime.pooling import MeanPool
 from services.worker.runtime.sampler import Sampler, SampleRow
 
 # Rows of logits alive at once: 64 × 49k × 4 bytes is 12 MiB.
@@ -99,6 +100,8 @@ class TorchModelRunner:
             return "a block is outside the pool"
         if int(row.token_ids.min()) < 0 or int(row.token_ids.max()) >= self._spec.vocab_size:
             return "a token id is outside the vocabulary"
+        if state.pool is not None and state.pool.count != row.start:
+            return f"an embedding pools every position, {state.pool.count} come before {row.start}"
         if row.samples and (row.draft_count >= count or end - row.draft_count != state.length):
             return f"the step ends at {end} with {row.draft_count} proposals, the request has {state.length} tokens"
         return None
@@ -113,6 +116,9 @@ class TorchModelRunner:
         for index, (row, state) in enumerate(zip(rows, states, strict=True)):
             mine = np.arange(at, at + len(wanted[index]), dtype=np.int32)
             at += len(mine)
+            if state.pool is not None:
+                results[index] = _pooled(hidden[at - len(mine) : at], row, state.pool)
+                continue
             if _wants_prompt_logprobs(row, state):
                 results[index] = self._prompt_row(hidden, mine, row, state)
             if row.samples and results[index].error is None:
@@ -178,11 +184,16 @@ def _wants_prompt_logprobs(row: ScheduledRequest, state: RequestState) -> bool:
 def _wanted(row: ScheduledRequest, state: RequestState) -> Positions:
     """Positions of the chunk whose hidden state is needed."""
     count = len(row.token_ids)
-    if _wants_prompt_logprobs(row, state):
+    if state.pool is not None or _wants_prompt_logprobs(row, state):
         return np.arange(count, dtype=np.int32)
     if row.samples:
         return np.arange(count - 1 - row.draft_count, count, dtype=np.int32)
     return np.empty(0, dtype=np.int32)
+
+
+def _pooled(hidden: torch.Tensor, row: ScheduledRequest, pool: MeanPool) -> SampledRow:
+    pool.add(hidden.numpy())
+    return SampledRow(embedding=pool.unit_vector()) if row.samples else SampledRow()
 
 
 def _sample_row(row: ScheduledRequest, state: RequestState) -> SampleRow:

@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/common/v1/common.proto\x12\x12millrace.common.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"C\n\x08ModelRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x0c\"5\n\x07PoolRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\x05\"W\n\x07Grammar\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.millrace.common.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\t\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xa1\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x14\n\x0c\x63hoice_count\x18\x06 \x01(\x05\x12\x17\n\x0fmax_token_count\x18\x07 \x01(\x05\x12\x17\n\x0fmin_token_count\x18\x08 \x01(\x05\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x18\n\x10presence_penalty\x18\r \x01(\x02\x12\x31\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1d.millrace.common.v1.LogitBias\x12/\n\tbad_words\x18\x0f \x03(\x0b\x32\x1c.millrace.common.v1.TokenIds\x12\x1a\n\rlogprob_count\x18\x10 \x01(\x05H\x00\x88\x01\x01\x12!\n\x14prompt_logprob_count\x18\x11 \x01(\x05H\x01\x88\x01\x01\x12,\n\x07grammar\x18\x12 \x01(\x0b\x32\x1b.millrace.common.v1.GrammarB\x10\n\x0e_logprob_countB\x17\n\x15_prompt_logprob_count\"\x83\x01\n\nTokenUsage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x05\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x05\x12\x1d\n\x15reasoning_token_count\x18\x04 \x01(\x05\"\xb3\x02\n\x0cRequestTimes\x12.\n\nadmit_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nclaim_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bsubmit_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x10\x66irst_token_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"h\n\x10PositionLogprobs\x12*\n\x05token\x18\x01 \x01(\x0b\x32\x1b.millrace.common.v1.Logprob\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.millrace.common.v1.Logprob*i\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x02*s\n\x0bLengthClass\x12\x1c\n\x18LENGTH_CLASS_UNSPECIFIED\x10\x00\x12\x16\n\x12LENGTH_CLASS_SHORT\x10\x01\x12\x17\n\x13LENGTH_CLASS_MEDIUM\x10\x02\x12\x15\n\x11LENGTH_CLASS_LONG\x10\x03*\xbf\x01\n\rTerminalState\x12\x1e\n\x1aTERMINAL_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18TERMINAL_STATE_COMPLETED\x10\x01\x12\x1c\n\x18TERMINAL_STATE_CANCELLED\x10\x02\x12\x19\n\x15TERMINAL_STATE_FAILED\x10\x03\x12\x1a\n\x16TERMINAL_STATE_EXPIRED\x10\x04\x12\x1b\n\x17TERMINAL_STATE_REJECTED\x10\x05*\xe8\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x18\n\x14\x46INISH_REASON_BUDGET\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x19\n\x15\x46INISH_REASON_EXPIRED\x10\x06\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x07*v\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03*_\n\x0cResumePolicy\x12\x1d\n\x19RESUME_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14RESUME_POLICY_RESUME\x10\x01\x12\x16\n\x12RESUME_POLICY_FAIL\x10\x02*\xaf\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x1c\n\x18GRAMMAR_KIND_JSON_OBJECT\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x12\x17\n\x13GRAMMAR_KIND_CHOICE\x10\x04\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/common/v1/common.proto\x12\x12millrace.common.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"C\n\x08ModelRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\x0c\"5\n\x07PoolRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\x05\"W\n\x07Grammar\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.millrace.common.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\t\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xb0\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12\x14\n\x0c\x63hoice_count\x18\x06 \x01(\x05\x12\x17\n\x0fmax_token_count\x18\x07 \x01(\x05\x12\x17\n\x0fmin_token_count\x18\x08 \x01(\x05\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x18\n\x10presence_penalty\x18\r \x01(\x02\x12\x31\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x1d.millrace.common.v1.LogitBias\x12/\n\tbad_words\x18\x0f \x03(\x0b\x32\x1c.millrace.common.v1.TokenIds\x12\x1a\n\rlogprob_count\x18\x10 \x01(\x05H\x00\x88\x01\x01\x12!\n\x14prompt_logprob_count\x18\x11 \x01(\x05H\x01\x88\x01\x01\x12,\n\x07grammar\x18\x12 \x01(\x0b\x32\x1b.millrace.common.v1.Grammar\x12\r\n\x05\x65mbed\x18\x13 \x01(\x08\x42\x10\n\x0e_logprob_countB\x17\n\x15_prompt_logprob_count\"\x83\x01\n\nTokenUsage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x02 \x01(\x05\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x05\x12\x1d\n\x15reasoning_token_count\x18\x04 \x01(\x05\"\xb3\x02\n\x0cRequestTimes\x12.\n\nadmit_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nclaim_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bsubmit_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x10\x66irst_token_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\",\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"h\n\x10PositionLogprobs\x12*\n\x05token\x18\x01 \x01(\x0b\x32\x1b.millrace.common.v1.Logprob\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.millrace.common.v1.Logprob*i\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x02*s\n\x0bLengthClass\x12\x1c\n\x18LENGTH_CLASS_UNSPECIFIED\x10\x00\x12\x16\n\x12LENGTH_CLASS_SHORT\x10\x01\x12\x17\n\x13LENGTH_CLASS_MEDIUM\x10\x02\x12\x15\n\x11LENGTH_CLASS_LONG\x10\x03*\xbf\x01\n\rTerminalState\x12\x1e\n\x1aTERMINAL_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18TERMINAL_STATE_COMPLETED\x10\x01\x12\x1c\n\x18TERMINAL_STATE_CANCELLED\x10\x02\x12\x19\n\x15TERMINAL_STATE_FAILED\x10\x03\x12\x1a\n\x16TERMINAL_STATE_EXPIRED\x10\x04\x12\x1b\n\x17TERMINAL_STATE_REJECTED\x10\x05*\xe8\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x18\n\x14\x46INISH_REASON_BUDGET\x10\x04\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x05\x12\x19\n\x15\x46INISH_REASON_EXPIRED\x10\x06\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x07*v\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03*_\n\x0cResumePolicy\x12\x1d\n\x19RESUME_POLICY_UNSPECIFIED\x10\x00\x12\x18\n\x14RESUME_POLICY_RESUME\x10\x01\x12\x16\n\x12RESUME_POLICY_FAIL\x10\x02*\xaf\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x1c\n\x18GRAMMAR_KIND_JSON_OBJECT\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x12\x17\n\x13GRAMMAR_KIND_CHOICE\x10\x04\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.common.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITYCLASS']._serialized_start=1521
-  _globals['_PRIORITYCLASS']._serialized_end=1626
-  _globals['_LENGTHCLASS']._serialized_start=1628
-  _globals['_LENGTHCLASS']._serialized_end=1743
-  _globals['_TERMINALSTATE']._serialized_start=1746
-  _globals['_TERMINALSTATE']._serialized_end=1937
-  _globals['_FINISHREASON']._serialized_start=1940
-  _globals['_FINISHREASON']._serialized_end=2172
-  _globals['_WORKERROLE']._serialized_start=2174
-  _globals['_WORKERROLE']._serialized_end=2292
-  _globals['_RESUMEPOLICY']._serialized_start=2294
-  _globals['_RESUMEPOLICY']._serialized_end=2389
-  _globals['_GRAMMARKIND']._serialized_start=2392
-  _globals['_GRAMMARKIND']._serialized_end=2567
+  _globals['_PRIORITYCLASS']._serialized_start=1536
+  _globals['_PRIORITYCLASS']._serialized_end=1641
+  _globals['_LENGTHCLASS']._serialized_start=1643
+  _globals['_LENGTHCLASS']._serialized_end=1758
+  _globals['_TERMINALSTATE']._serialized_start=1761
+  _globals['_TERMINALSTATE']._serialized_end=1952
+  _globals['_FINISHREASON']._serialized_start=1955
+  _globals['_FINISHREASON']._serialized_end=2187
+  _globals['_WORKERROLE']._serialized_start=2189
+  _globals['_WORKERROLE']._serialized_end=2307
+  _globals['_RESUMEPOLICY']._serialized_start=2309
+  _globals['_RESUMEPOLICY']._serialized_end=2404
+  _globals['_GRAMMARKIND']._serialized_start=2407
+  _globals['_GRAMMARKIND']._serialized_end=2582
   _globals['_MODELREF']._serialized_start=88
   _globals['_MODELREF']._serialized_end=155
   _globals['_POOLREF']._serialized_start=157
@@ -57,13 +57,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGITBIAS']._serialized_start=332
   _globals['_LOGITBIAS']._serialized_end=375
   _globals['_SAMPLINGPARAMS']._serialized_start=378
-  _globals['_SAMPLINGPARAMS']._serialized_end=923
-  _globals['_TOKENUSAGE']._serialized_start=926
-  _globals['_TOKENUSAGE']._serialized_end=1057
-  _globals['_REQUESTTIMES']._serialized_start=1060
-  _globals['_REQUESTTIMES']._serialized_end=1367
-  _globals['_LOGPROB']._serialized_start=1369
-  _globals['_LOGPROB']._serialized_end=1413
-  _globals['_POSITIONLOGPROBS']._serialized_start=1415
-  _globals['_POSITIONLOGPROBS']._serialized_end=1519
+  _globals['_SAMPLINGPARAMS']._serialized_end=938
+  _globals['_TOKENUSAGE']._serialized_start=941
+  _globals['_TOKENUSAGE']._serialized_end=1072
+  _globals['_REQUESTTIMES']._serialized_start=1075
+  _globals['_REQUESTTIMES']._serialized_end=1382
+  _globals['_LOGPROB']._serialized_start=1384
+  _globals['_LOGPROB']._serialized_end=1428
+  _globals['_POSITIONLOGPROBS']._serialized_start=1430
+  _globals['_POSITIONLOGPROBS']._serialized_end=1534
 # @@protoc_insertion_point(module_scope)

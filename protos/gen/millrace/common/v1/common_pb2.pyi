@@ -335,6 +335,7 @@ class SamplingParams(_message.Message):
     LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROB_COUNT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -353,6 +354,8 @@ class SamplingParams(_message.Message):
     logprob_count: _builtins.int
     """Number of alternatives beside the sampled token's own logprob; absent means no logprobs."""
     prompt_logprob_count: _builtins.int
+    embed: _builtins.bool
+    """No token is sampled: the answer is the prompt's embedding. choice_count and max_token_count are 1."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -382,10 +385,11 @@ class SamplingParams(_message.Message):
         logprob_count: _builtins.int | None = ...,
         prompt_logprob_count: _builtins.int | None = ...,
         grammar: Global___Grammar | None = ...,
+        embed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_prompt_logprob_count", b"_prompt_logprob_count", "grammar", b"grammar", "logprob_count", b"logprob_count", "prompt_logprob_count", b"prompt_logprob_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_prompt_logprob_count", b"_prompt_logprob_count", "bad_words", b"bad_words", "choice_count", b"choice_count", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_count", b"logprob_count", "max_token_count", b"max_token_count", "min_p", b"min_p", "min_token_count", b"min_token_count", "presence_penalty", b"presence_penalty", "prompt_logprob_count", b"prompt_logprob_count", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count", "_prompt_logprob_count", b"_prompt_logprob_count", "bad_words", b"bad_words", "choice_count", b"choice_count", "embed", b"embed", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_count", b"logprob_count", "max_token_count", b"max_token_count", "min_p", b"min_p", "min_token_count", b"min_token_count", "presence_penalty", b"presence_penalty", "prompt_logprob_count", b"prompt_logprob_count", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprob_count: _TypeAlias = _typing.Literal["logprob_count"]  # noqa: Y015
     _WhichOneofArgType__logprob_count: _TypeAlias = _typing.Literal["_logprob_count", b"_logprob_count"]  # noqa: Y015

@@ -41,6 +41,11 @@ class GatewayServiceStub:
                 request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/millrace.gateway.v1.GatewayService/Embed',
+                request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/millrace.gateway.v1.GatewayService/ListModels',
                 request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ListModelsRequest.SerializeToString,
@@ -65,6 +70,13 @@ class GatewayServiceServicer:
 
     def Generate(self, request, context):
         """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """One embedding an input, all or an error. Each input is one request in limits, queue and bill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +110,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.GenerateRequest.FromString,
                     response_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.EmbedRequest.FromString,
+                    response_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -144,6 +161,33 @@ class GatewayService:
             '/millrace.gateway.v1.GatewayService/Generate',
             millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.GenerateRequest.SerializeToString,
             millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.gateway.v1.GatewayService/Embed',
+            millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.EmbedRequest.SerializeToString,
+            millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

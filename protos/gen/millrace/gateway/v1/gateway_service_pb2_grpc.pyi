@@ -37,6 +37,8 @@ class GatewayServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_service_pb2.GenerateRequest, _gateway_service_pb2.GenerateResponse]
     """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.EmbedRequest, _gateway_service_pb2.EmbedResponse]
+    """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]
     """Cancels a running or queued request of the caller's tenant."""
@@ -54,6 +56,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_service_pb2.GenerateRequest, _gateway_service_pb2.GenerateResponse]  # type: ignore[assignment]
     """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage."""
+    Embed: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.EmbedRequest, _gateway_service_pb2.EmbedResponse]  # type: ignore[assignment]
+    """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a running or queued request of the caller's tenant."""
@@ -74,6 +78,14 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_service_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_service_pb2.GenerateResponse]]:
         """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _gateway_service_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_service_pb2.EmbedResponse, _abc.Awaitable[_gateway_service_pb2.EmbedResponse]]:
+        """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
 
     @_abc_1.abstractmethod
     def ListModels(

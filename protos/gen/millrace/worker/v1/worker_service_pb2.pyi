@@ -505,6 +505,7 @@ class Event(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
@@ -518,6 +519,8 @@ class Event(_message.Message):
     def failed(self) -> Global___Failed: ...
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
+    @_builtins.property
+    def embedding(self) -> Global___Embedding: ...
     def __init__(
         self,
         *,
@@ -529,12 +532,13 @@ class Event(_message.Message):
         delta: Global___Delta | None = ...,
         failed: Global___Failed | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        embedding: Global___Embedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "embedding", b"embedding", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "delta", b"delta", "epoch", b"epoch", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "attempt", b"attempt", "delta", b"delta", "embedding", b"embedding", "epoch", b"epoch", "event", b"event", "failed", b"failed", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "started", "delta", "failed", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "started", "delta", "failed", "prompt_logprobs", "embedding"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -696,6 +700,28 @@ class PromptLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """Embedding comes once, before the finish of a request that asked for it; that finish carries no token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VECTOR_FIELD_NUMBER: _builtins.int
+    vector: _builtins.bytes
+    """Little-endian float32: the mean of the last hidden states of all prompt tokens, at unit length."""
+    def __init__(
+        self,
+        *,
+        vector: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["vector", b"vector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
