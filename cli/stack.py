@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from cli.dev_ca import issue_all
+from cli.redis_acl import RULES, acl_file
 from cli.supervisor import ChildSpec
 from services.common.config import PREFIX, SHARED_NAMES, env_name
 from services.gateway.config import GatewayConfig
@@ -42,6 +44,7 @@ class StackOptions:
     model: str
     workers: int
     log_level: str
+    tls: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,11 +125,16 @@ def admin_token(home: Path) -> str:
     return _secret(home, "admin_token", "mra_local_")
 
 
-def _redis(home: Path, run: Path) -> ChildSpec:
+def _redis(home: Path, run: Path, acl: str) -> ChildSpec:
     data = home / "redis"
     data.mkdir(mode=0o700, exist_ok=True)
     argv = [find_redis_server(), "--port", "0", "--unixsocket", str(run / "redis.sock"), "--unixsocketperm", "700"]
     argv += ["--dir", str(data), "--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--daemonize", "no"]
+    if acl:
+        path = data / "users.acl"
+        path.touch(mode=0o600)
+        path.write_text(acl)
+        argv += ["--aclfile", str(path)]
     return ChildSpec("redis", argv, {"PATH": os.environ.get("PATH", "")}, grace_s=10)
 
 
@@ -138,14 +146,21 @@ def lay_out(options: StackOptions) -> StackLayout:
     key = _secret(options.home, "demo_key", "mr_demo_")
     cache_secret = _secret(options.home, "cache_secret")
     http, grpc = f"{options.host}:{options.port}", f"{options.host}:{options.grpc_port}"
-    common = {"redis_url": f"unix://{run / 'redis.sock'}", "log_level": options.log_level}
+    passwords = {name: secrets.token_hex(20) for name in RULES} if options.tls else {}
+    folders = issue_all(options.home / "tls") if options.tls else {}
+    socket_url = f"{run / 'redis.sock'}"
 
     def service(name: str, settings: dict[str, str], instance: str = "") -> ChildSpec:
         label = f"{name}-{instance}" if instance else name
         data = options.home / label
         data.mkdir(mode=0o700, exist_ok=True)
         fields = {f.name for f in dataclasses.fields(_CONFIGS[name])}
-        shared = common | ({"data_dir": str(data)} if "data_dir" in fields else {})
+        shared = {"redis_url": f"unix://{socket_url}", "log_level": options.log_level}
+        if options.tls:
+            # The passwords live as long as this stack: Redis gets them in a file, each service its own in a variable.
+            shared["redis_url"] = f"unix://{name}:{passwords[name]}@{socket_url}"
+            shared["tls_dir"] = str(folders[name])
+        shared |= {"data_dir": str(data)} if "data_dir" in fields else {}
         listen = {"grpc_listen": f"unix:{run / label}.sock"}
         return ChildSpec(
             label, [sys.executable, "-m", f"services.{name}"], _environment(name, shared | listen | settings)
@@ -154,7 +169,7 @@ def lay_out(options: StackOptions) -> StackLayout:
     database = f"sqlite:///{options.home / 'usage' / 'ledger.sqlite3'}"
     quiet = {"metrics_listen": "127.0.0.1:0"}
     accounts = {"database_url": database, "bootstrap_key": key, "admin_token": admin_token(options.home)}
-    specs = [_redis(options.home, run), service("usage", quiet | accounts)]
+    specs = [_redis(options.home, run, acl_file(passwords) if options.tls else ""), service("usage", quiet | accounts)]
     for number in range(1, options.workers + 1):
         specs.append(service("worker", quiet | {"model": options.model}, str(number)))
     specs += [

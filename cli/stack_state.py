@@ -21,6 +21,8 @@ class StackState:
     router_address: str
     model: str
     processes: dict[str, int]
+    # Folder of the operator's certificate, empty without TLS between services.
+    tls_dir: str = ""
 
 
 def home_dir() -> Path:

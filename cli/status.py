@@ -13,6 +13,7 @@ from rich.table import Table
 
 from cli.stack_state import StackState, home_dir, process_alive, read_state
 from services.common.grpc_client import open_channel
+from services.common.tls import ROUTER, load_tls
 
 
 def status() -> None:
@@ -45,7 +46,7 @@ def _ready(state: StackState) -> bool:
 
 
 async def _endpoints(state: StackState) -> list[router_service_pb2.EndpointStatus] | None:
-    async with open_channel(state.router_address) as channel:
+    async with open_channel(state.router_address, tls=load_tls(state.tls_dir), server_role=ROUTER) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:
             answer = await stub.GetStatus(router_service_pb2.GetStatusRequest(), timeout=2)

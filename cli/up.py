@@ -19,6 +19,7 @@ from rich.console import Console
 from cli.stack import StackError, StackLayout, StackOptions, check_port_free, lay_out
 from cli.stack_state import StackState, clear_state, demo_key, home_dir, read_state, write_state
 from cli.supervisor import ChildFailedError, Supervisor
+from services.common.tls import OPERATOR
 
 _READY_TIMEOUT_S = 300.0
 # Clients first, so that running streams end while everything behind them still works.
@@ -42,6 +43,10 @@ def up(
     port: Annotated[int, typer.Option(min=1, max=65_535, help="HTTP port of the gateway.")] = 8000,
     grpc_port: Annotated[int, typer.Option(min=1, max=65_535, help="gRPC port of the gateway.")] = 8001,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Mutual TLS between services, and a Redis user for each."),
+    ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once the stack is ready; `millrace down` stops it.")
     ] = False,
@@ -56,7 +61,7 @@ def up(
         if not Path(model).exists():
             raise fail(f"The model {model} does not exist.")
         model = str(Path(model).absolute())
-    options = StackOptions(home, host, port, grpc_port, model, workers, log_level)
+    options = StackOptions(home, host, port, grpc_port, model, workers, log_level, tls)
     if read_state(home) is not None:
         raise fail(f"A stack is already running for {home}; `millrace down` stops it.")
     try:
@@ -100,7 +105,7 @@ async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> 
     def record() -> None:
         state = StackState(
             os.getpid(), layout.url, layout.grpc_address, layout.usage_address, layout.router_address, options.model,
-            supervisor.processes(),
+            supervisor.processes(), str(options.home / "tls" / OPERATOR) if options.tls else "",
         )  # fmt: skip
         write_state(options.home, state)
 

@@ -14,6 +14,8 @@ from cli.stack import admin_token
 from cli.stack_state import home_dir, read_state
 from cli.up import fail
 from services.common.grpc_client import error_from_rpc, open_channel
+from services.common.lifecycle import StartupError
+from services.common.tls import USAGE, load_tls
 
 ResultT = TypeVar("ResultT")
 TIMEOUT_S = 15.0
@@ -30,8 +32,13 @@ def call_usage(address: str | None, work: Callable[[grpc.aio.Channel, Metadata],
     token = os.environ.get("MILLRACE_ADMIN_TOKEN") or (admin_token(home_dir()) if state else "")
     metadata: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
+    try:
+        tls = load_tls(os.environ.get("MILLRACE_TLS_DIR") or (state.tls_dir if state else ""))
+    except StartupError as error:
+        raise fail(str(error)) from error
+
     async def run() -> ResultT:
-        async with open_channel(target) as channel:
+        async with open_channel(target, tls=tls, server_role=USAGE) as channel:
             return await work(channel, metadata)
 
     try:

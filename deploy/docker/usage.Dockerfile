@@ -22,7 +22,7 @@ ENV PATH=/opt/millrace/bin:/opt/venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBU
 USER millrace
 WORKDIR /var/lib/millrace
 VOLUME /var/lib/millrace
-EXPOSE 7401 9090
+EXPOSE 7401 7402 9090
 HEALTHCHECK --interval=10s --timeout=5s --start-period=20s --retries=3 \
     CMD ["python", "-S", "-E", "/usr/local/lib/millrace/healthcheck.py", "127.0.0.1:9090", "/healthz"]
 STOPSIGNAL SIGTERM

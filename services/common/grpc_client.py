@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from grpc_status import rpc_status
 from opentelemetry import propagate
 
 from services.common.errors import Internal, MillraceError, NotReady, error_of
+from services.common.tls import Tls, host_of
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+Dial = Callable[[str], grpc.aio.Channel]
 
 
 def _with_trace(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
@@ -31,9 +34,18 @@ class _UnaryUnaryTrace(grpc.aio.UnaryUnaryClientInterceptor):
         return await continuation(_with_trace(details), request)
 
 
-def open_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A lazily connected channel to `host:port` or `unix:/path`; pings each 5 s so that a silent peer is noticed."""
-    options = [
+def open_channel(
+    address: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: Tls | None = None,
+    server_role: str = "",
+) -> grpc.aio.Channel:
+    """A lazily connected channel to `host:port` or `unix:/path`; pings each 5 s so that a silent peer is noticed.
+
+    With `tls`, the server must show a certificate of `server_role`.
+    """
+    options: list[tuple[str, int | str]] = [
         ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -47,7 +59,17 @@ def open_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_B
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(address, options=options, interceptors=[_UnaryUnaryTrace()])
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options, interceptors=[_UnaryUnaryTrace()])
+    options.append(("grpc.ssl_target_name_override", host_of(server_role)))
+    return grpc.aio.secure_channel(
+        address, tls.channel_credentials(), options=options, interceptors=[_UnaryUnaryTrace()]
+    )
+
+
+def dialler(tls: Tls | None, server_role: str) -> Dial:
+    """`open_channel` for servers of one role."""
+    return functools.partial(open_channel, tls=tls, server_role=server_role)
 
 
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> MillraceError:

@@ -19,6 +19,7 @@ from opentelemetry import propagate
 from services.common.errors import Internal, MillraceError
 from services.common.grpc_client import DEFAULT_MAX_MESSAGE_BYTES
 from services.common.lifecycle import StartupError
+from services.common.tls import Access
 
 _DOMAIN = "millrace"
 
@@ -48,7 +49,13 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], method: str, error
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """A raised MillraceError becomes google.rpc.Status, anything else a dull INTERNAL; sets the trace context."""
+    """A raised MillraceError becomes google.rpc.Status, anything else a dull INTERNAL; sets the trace context.
+
+    With `access`, a caller whose certificate is of another role gets no further.
+    """
+
+    def __init__(self, access: Access | None = None) -> None:
+        self._access = access
 
     async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
@@ -65,6 +72,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def awaited(request: Any, context: Any) -> Any:
             token = otel_context.attach(propagate.extract(carrier))
             try:
+                self._check(context, method)
                 return await inner(request, context)
             except grpc.aio.AbortError:
                 raise
@@ -76,6 +84,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def iterated(request: Any, context: Any) -> AsyncIterator[Any]:
             otel_context.attach(propagate.extract(carrier))
             try:
+                self._check(context, method)
                 async for response in inner(request, context):
                     yield response
             except grpc.aio.AbortError:
@@ -89,6 +98,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+    def _check(self, context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
+        if self._access is not None:
+            self._access.check(context, method)
 
 
 class GrpcServer:
@@ -118,10 +131,14 @@ async def start_server(
     service_names: Sequence[str],
     reflect: bool = False,
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    access: Access | None = None,
 ) -> GrpcServer:
-    """Bind `host:port` (port 0 = any) or `unix:/path` and start. Raises StartupError when the address is taken."""
+    """Bind `host:port` (port 0 = any) or `unix:/path` and start; with `access`, for callers with a certificate.
+
+    Raises StartupError when the address is taken.
+    """
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor()],
+        interceptors=[ErrorInterceptor(access)],
         options=[
             ("grpc.max_send_message_length", max_message_bytes),
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -136,7 +153,10 @@ async def start_server(
     )
     add_services(server)
     try:
-        port = server.add_insecure_port(listen)
+        if access is None:
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, access.tls.server_credentials())
     except RuntimeError as error:
         raise StartupError(f"The address {listen} cannot be bound: is the port taken?") from error
     address = listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"

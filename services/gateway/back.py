@@ -21,9 +21,11 @@ from services.common.admission_store import AdmissionStore
 from services.common.admission_types import PoolCaps
 from services.common.clock import Clock
 from services.common.errors import Draining, MillraceError, NotReady, StoreUnavailable
+from services.common.grpc_client import dialler
 from services.common.lifecycle import StartupError
 from services.common.metrics import Metrics
 from services.common.redis_client import connect
+from services.common.tls import WORKER, load_tls
 from services.gateway.admission import AdmissionGenerator, AdmissionSettings
 from services.gateway.auth import CachedKeyRing
 from services.gateway.config import GatewayConfig
@@ -140,11 +142,13 @@ class Back:
 
 def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts:
     """The collaborators of one gateway; nothing is opened yet."""
-    redis = connect(config.redis_url)
+    tls = load_tls(config.tls_dir)
+    redis = connect(config.redis_url, tls)
     store = AdmissionStore(redis)
     caps = PoolCaps(requests=config.queue_max_requests, predicted_wait_ms=config.queue_max_wait_ms)
     table = LiveTable(clock)
-    pool = WorkerPool(instance, table, clock)
+    dial = dialler(tls, WORKER)
+    pool = WorkerPool(instance, table, clock, dial)
     outbox = Outbox(Path(config.data_dir), instance, max_bytes=config.outbox_max_bytes, clock=clock)
     publisher = UsagePublisher(store, outbox, LedgerCommits(redis), clock)
     effects = StoreEffects(store, table, pool, publisher, caps)
@@ -160,7 +164,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
         store=store,
         table=table,
         pool=pool,
-        directory=WorkerDirectory(),
+        directory=WorkerDirectory(dial=dial),
         keyring=CachedKeyRing(store, clock),
         outbox=outbox,
         publisher=publisher,

@@ -25,6 +25,7 @@ class GatewayConfig:
     )
     queue_max_requests: int = setting(4_096, parse=parse_positive, help="Queued requests of a pool")
     queue_max_wait_ms: int = setting(60_000, parse=parse_positive, help="Predicted wait at which a pool refuses")
+    tls_dir: str = setting("", help="Folder of ca.crt, tls.crt, tls.key for TLS between services; empty for none")
     drain_grace_s: int = setting(30, parse=parse_positive, help="Seconds running streams have after SIGTERM")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of traces; empty for none")

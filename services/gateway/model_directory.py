@@ -17,7 +17,7 @@ from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 from services.common.admission_types import WorkerRecord
 from services.common.errors import ModelNotFound, NoWorker
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial, open_channel
 from services.gateway.chat_template import template_of
 from services.gateway.generation import ServedModel
 from services.gateway.reasoning import reasoning_markers
@@ -37,8 +37,13 @@ class CardError(Exception):
 class WorkerDirectory:
     """Served models by name; refreshed with each reading of the registry."""
 
-    def __init__(self, load: Callable[[worker_service_pb2.ModelCard, bytes], Tokenizer] = load_tokenizer) -> None:
+    def __init__(
+        self,
+        load: Callable[[worker_service_pb2.ModelCard, bytes], Tokenizer] = load_tokenizer,
+        dial: Dial = open_channel,
+    ) -> None:
         self._load = load
+        self._dial = dial
         self._known: dict[_Version, ServedModel] = {}
         self._workers: dict[str, _Version] = {}
         self._defaults: dict[str, str] = {}
@@ -91,7 +96,7 @@ class WorkerDirectory:
             log.info("model_known", max_model_len=served.card.max_model_len)
 
     async def _fetch(self, record: WorkerRecord) -> ServedModel:
-        async with open_channel(record.address) as channel:
+        async with self._dial(record.address) as channel:
             stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
             card = (await stub.GetModelCard(worker_service_pb2.GetModelCardRequest())).card
             _check_card(card, record)

@@ -17,7 +17,7 @@ from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 from services.common.admission_types import WorkerRecord
 from services.common.clock import Clock
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial
 
 GIVE_UP_S = 3.0
 ACK_TOKENS = 8
@@ -65,13 +65,16 @@ class WrongWorkerError(Exception):
 class WorkerAttachment:
     """The stream to one worker incarnation, over all its reconnects."""
 
-    def __init__(self, record: WorkerRecord, gateway_instance: str, listener: AttachListener, clock: Clock) -> None:
+    def __init__(
+        self, record: WorkerRecord, gateway_instance: str, listener: AttachListener, clock: Clock, dial: Dial
+    ) -> None:
         self.record = record
         self.attached = False
         self.listed = True
         self._gateway_instance = gateway_instance
         self._listener = listener
         self._clock = clock
+        self._dial = dial
         self._cancels: dict[tuple[str, int, int | None], None] = {}
         self._unacked: dict[str, None] = {}
         self._unacked_tokens = 0
@@ -159,7 +162,7 @@ class WorkerAttachment:
 
     async def _session(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            channel = open_channel(self.record.address)
+            channel = self._dial(self.record.address)
             stack.push_async_callback(channel.close)
             stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
             async with asyncio.timeout(_CONNECT_S):

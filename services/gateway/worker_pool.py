@@ -12,6 +12,7 @@ from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_types import WorkerRecord
 from services.common.clock import Clock
+from services.common.grpc_client import Dial, open_channel
 from services.gateway.tasks import Tasks
 from services.gateway.worker_attach import AttachListener, WorkerAttachment
 
@@ -33,10 +34,13 @@ def attach_subset(gateway_instance: str, records: Sequence[WorkerRecord]) -> lis
 class WorkerPool:
     """Attachments by worker instance."""
 
-    def __init__(self, gateway_instance: str, listener: AttachListener, clock: Clock) -> None:
+    def __init__(
+        self, gateway_instance: str, listener: AttachListener, clock: Clock, dial: Dial = open_channel
+    ) -> None:
         self._gateway_instance = gateway_instance
         self._listener = listener
         self._clock = clock
+        self._dial = dial
         self._attachments: dict[str, WorkerAttachment] = {}
         self._tasks = Tasks()
 
@@ -51,7 +55,7 @@ class WorkerPool:
                 attachment.give_up()
         for instance, record in wanted.items():
             if instance not in self._attachments:
-                attachment = WorkerAttachment(record, self._gateway_instance, self._listener, self._clock)
+                attachment = WorkerAttachment(record, self._gateway_instance, self._listener, self._clock, self._dial)
                 self._attachments[instance] = attachment
                 self._tasks.spawn(self._keep(attachment), name=f"attachment-{instance}")
 

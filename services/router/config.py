@@ -14,6 +14,7 @@ class RouterConfig:
     redis_url: str = setting("redis://127.0.0.1:6379/0", secret=True, help="Redis of queues and registry")
     grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
+    tls_dir: str = setting("", help="Folder of ca.crt, tls.crt, tls.key for TLS between services; empty for none")
     drain_grace_s: float = setting(5.0, parse=parse_seconds, help="seconds that submits under way get at the end")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

@@ -18,7 +18,7 @@ from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool, WorkerRecord
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
-from services.common.grpc_client import open_channel
+from services.common.grpc_client import Dial, open_channel
 from services.common.lifecycle import end_tasks
 from services.router.endpoint import Endpoint, View
 
@@ -39,9 +39,15 @@ class EndpointRegistry:
     """The workers this router may use. `on_change` is called after each Watch message and each change of the set."""
 
     def __init__(
-        self, store: AdmissionStore, router_instance: str, clock: Clock, on_change: Callable[[], None]
+        self,
+        store: AdmissionStore,
+        router_instance: str,
+        clock: Clock,
+        on_change: Callable[[], None],
+        dial: Dial = open_channel,
     ) -> None:
         self._store = store
+        self._dial = dial
         self._router_instance = router_instance
         self._clock = clock
         self._on_change = on_change
@@ -85,7 +91,7 @@ class EndpointRegistry:
             await self._drop(instance)
 
     def _add(self, record: WorkerRecord) -> None:
-        channel = open_channel(record.address)
+        channel = self._dial(record.address)
         stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         endpoint = Endpoint(record)
         task = asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}")

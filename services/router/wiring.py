@@ -17,10 +17,12 @@ from millrace.router.v1 import router_service_pb2_grpc
 
 from services.common.admission_store import AdmissionStore
 from services.common.clock import Clock, SystemClock
+from services.common.grpc_client import dialler
 from services.common.grpc_server import GrpcServer, start_server
 from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.tls import OPERATOR, WORKER, access, load_tls
 from services.router.claim import ClaimLoop
 from services.router.config import RouterConfig
 from services.router.dispatcher import Dispatcher
@@ -30,6 +32,7 @@ from services.router.registry import EndpointRegistry
 from services.router.service import RouterService
 
 SERVICE_NAME = "millrace.router.v1.RouterService"
+CALLERS = {"GetStatus": (OPERATOR,), "Drain": (OPERATOR,)}
 
 
 class RouterApp:
@@ -46,8 +49,9 @@ class RouterApp:
     ) -> None:
         """`redis` is set when this router opened it, and so closes it."""
         self.instance = instance
+        self._tls = load_tls(config.tls_dir)
         self.metrics = Metrics()
-        self.registry = EndpointRegistry(store, instance, clock, self._changed)
+        self.registry = EndpointRegistry(store, instance, clock, self._changed, dial=dialler(self._tls, WORKER))
         dispatcher = Dispatcher(store, self.registry, self.metrics, clock, router_instance=instance)
         policy = RoutingPolicy(random.Random(instance))  # noqa: S311 - breaks ties, guards nothing
         self.claims = ClaimLoop(store, self.registry, dispatcher, policy, clock, router_instance=instance)
@@ -88,7 +92,12 @@ class RouterApp:
         """Come up; Redis and workers may come later. Raises StartupError."""
         try:
             self._metrics_server = await _metrics_server(self, self._config.metrics_listen)
-            self._server = await start_server(self._config.grpc_listen, self._add_service, service_names=[SERVICE_NAME])
+            self._server = await start_server(
+                self._config.grpc_listen,
+                self._add_service,
+                service_names=[SERVICE_NAME],
+                access=access(self._tls, CALLERS),
+            )
         except BaseException:
             await self.stop()
             raise
@@ -154,7 +163,7 @@ def build(
     """A router that is ready to start."""
     redis = None
     if store is None:
-        redis = connect(config.redis_url)
+        redis = connect(config.redis_url, load_tls(config.tls_dir))
         store = AdmissionStore(redis)
     return RouterApp(
         config,

@@ -30,6 +30,7 @@ class UsageConfig:
     bootstrap_key: str = setting(
         "", parse=check_secret, secret=True, help="API key of the tenant demo, created at start; empty for none"
     )
+    tls_dir: str = setting("", help="Folder of ca.crt, tls.crt, tls.key for TLS between services; empty for none")
     drain_grace_s: float = setting(5.0, parse=parse_seconds, help="seconds that running calls get at the end")
     log_level: str = setting("info", help="debug, info, warning or error")
     otlp_endpoint: str = setting("", help="OTLP gRPC endpoint of a trace collector; empty turns traces off")

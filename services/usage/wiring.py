@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 
 import grpc
 import structlog
-from millrace.usage.v1 import usage_service_pb2_grpc
+from millrace.usage.v1 import usage_service_pb2, usage_service_pb2_grpc
 
 from services.common.admission_store import AdmissionStore
 from services.common.clock import Clock, SystemClock
@@ -22,6 +22,7 @@ from services.common.http_server import listen as open_socket
 from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.tls import OPERATOR, access, load_tls
 from services.usage.account_service import AccountService
 from services.usage.accounts import Accounts
 from services.usage.admin_http import create_admin_app
@@ -33,6 +34,8 @@ from services.usage.service import UsageService
 from services.usage.store import Store, open_store
 
 SERVICE_NAMES = ("millrace.usage.v1.UsageService", "millrace.usage.v1.AccountService")
+_SERVICES = usage_service_pb2.DESCRIPTOR.services_by_name.values()
+CALLERS = {method.name: (OPERATOR,) for service in _SERVICES for method in service.methods}
 
 
 class UsageApp:
@@ -42,7 +45,8 @@ class UsageApp:
         self.metrics = Metrics()
         self._config = config
         self._store = store
-        self._redis = connect(config.redis_url)
+        self._tls = load_tls(config.tls_dir)
+        self._redis = connect(config.redis_url, self._tls)
         self.hot_copy = HotCopy(store, AdmissionStore(self._redis), clock)
         self.accounts = Accounts(store, self.hot_copy, clock)
         self.admins = AdminKeys(store, clock, config.admin_token)
@@ -85,7 +89,9 @@ class UsageApp:
             self._http = HttpServer(
                 create_admin_app(self.account_service, self.admins), open_socket(self._config.admin_http_listen)
             )
-            self._server = await start_server(self._config.grpc_listen, self._add, service_names=SERVICE_NAMES)
+            self._server = await start_server(
+                self._config.grpc_listen, self._add, service_names=SERVICE_NAMES, access=access(self._tls, CALLERS)
+            )
         except BaseException:
             await self.stop()
             raise

@@ -146,6 +146,7 @@ class WorkerConfig:
         EngineSettings(), parse=parse_engine, help="engine knobs, e.g. max_num_seqs=32,max_model_len=4096,dtype=float32"
     )
     echo_step_ms: float = setting(1.0, parse=_not_negative, help="time one step of the echo model takes")
+    tls_dir: str = setting("", help="Folder of ca.crt, tls.crt, tls.key for TLS between services; empty for none")
     drain_grace_s: float = setting(30.0, parse=parse_seconds, help="seconds that running streams get at the end")
     data_dir: str = setting("", help="folder for compiled kernels; empty means the user's cache folder")
     log_level: str = setting("info", help="debug, info, warning or error")

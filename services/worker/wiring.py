@@ -23,6 +23,7 @@ from services.common.grpc_server import GrpcServer, start_server
 from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.tls import GATEWAY, OPERATOR, ROUTER, access, load_tls
 from services.worker.attach import GatewayHub
 from services.worker.attempt_records import AttemptRecorder
 from services.worker.config import WorkerConfig
@@ -40,6 +41,14 @@ from services.worker.streams import Failure
 from services.worker.terminals import TerminalWriter
 
 SERVICE_NAME = "millrace.worker.v1.WorkerService"
+CALLERS = {
+    "GetModelCard": (GATEWAY, ROUTER, OPERATOR),
+    "GetTokenizer": (GATEWAY,),
+    "Submit": (ROUTER,),
+    "Attach": (GATEWAY,),
+    "Watch": (ROUTER,),
+    "Drain": (ROUTER, OPERATOR),
+}
 CANARY_TIMEOUT_S = 120.0
 LAST_FRAMES_S = 1.0
 
@@ -155,7 +164,12 @@ class WorkerApp:
             await parts.engine.canary(parts.canary_token_id, CANARY_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
             raise StartupError("The engine did not generate its first token; see the log above.") from error
-        self._server = await start_server(config.grpc_listen, self._add_service, service_names=[SERVICE_NAME])
+        self._server = await start_server(
+            config.grpc_listen,
+            self._add_service,
+            service_names=[SERVICE_NAME],
+            access=access(load_tls(config.tls_dir), CALLERS),
+        )
         parts.board.started = True
         await self._server.set_serving(True)
         self._lease = RegistryLease(parts.store, self.record(), parts.clock)
@@ -214,7 +228,7 @@ def build(
     )
     redis = None
     if store is None:
-        redis = connect(config.redis_url)
+        redis = connect(config.redis_url, load_tls(config.tls_dir))
         store = AdmissionStore(redis)
     metrics = Metrics()
     table = RequestTable()

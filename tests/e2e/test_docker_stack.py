@@ -61,7 +61,15 @@ class ComposeStack:
         self.port = free_port()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
         ports = {"PORT": str(self.port), "GRPC_PORT": str(free_port())}
-        self.environment = kept | ports | {"TAG": "test", "COMPOSE_PROJECT_NAME": self.project}
+        self.environment = (
+            kept
+            | ports
+            | {
+                "TAG": "test",
+                "COMPOSE_PROJECT_NAME": self.project,
+                "MILLRACE_ADMIN_TOKEN": "mra_root_of_the_test",
+            }
+        )
         self._command = compose_command()
         self.key = ""
 

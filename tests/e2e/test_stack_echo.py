@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, millrace
 from tests.helpers.transcripts import Transcript, stream_completion
 
 pytestmark = pytest.mark.timeout(180)
@@ -129,3 +129,23 @@ def test_a_client_that_goes_away_is_billed_for_what_it_got_and_stops_the_work(st
     rows = {row["request_id"]: row for row in stack.wait_ledger(1)}
     assert rows[request_id]["terminal_state"] == "cancelled"
     assert received <= rows[request_id]["billed_completion_tokens"] < 200
+
+
+def test_with_tls_between_services_a_request_is_answered_and_administrators_are_served(tmp_path: Path) -> None:
+    secure = Stack(tmp_path / "home", "--model", "echo", "--tls")
+    try:
+        secure.wait_ready()
+        seen = asyncio.run(run_streams(secure, 1, 10))
+        assert_billed_as_seen(secure, seen)
+        key = millrace(secure.home, "key", "create", "--tenant", "demo")
+        status = millrace(secure.home, "status")
+        refused = millrace(secure.home, "key", "list", env={"MILLRACE_TLS_DIR": str(secure.home / "tls" / "worker")})
+
+        assert [t.ending for t in seen] == ["completed"]
+        assert (key.returncode, status.returncode) == (0, 0), key.stderr + status.stderr
+        assert refused.returncode == 2
+        assert "certificate" in refused.stderr
+        assert secure.stop() == 0
+    finally:
+        if secure.process.poll() is None:
+            secure.kill_all()
