@@ -182,7 +182,7 @@ def _grammar(message: common_pb2.Grammar) -> Grammar:
 def _check_ranges(message: common_pb2.SamplingParams) -> None:
     # Each line states what is allowed, so that NaN is refused too.
     _require(0 <= message.temperature < math.inf, "temperature")
-    _require(0 < message.top_p <= 1, "top_p")
+    _require(0 <= message.top_p <= 1, "top_p")
     _require(message.top_k >= 0, "top_k")
     _require(0 <= message.min_p <= 1, "min_p")
     _require(1 <= message.choice_count <= MAX_CHOICES, "choice_count")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,9 +22,25 @@ from services.worker.config import WorkerConfig
 KEY = "mr_test_0123456789abcdef0123456789abcdef"
 
 
+@dataclasses.dataclass(frozen=True)
+class FourServices:
+    """The running apps that tests look into, and an HTTP client of the gateway."""
+
+    client: httpx.AsyncClient
+    gateway: gateway_wiring.GatewayApp
+    worker: worker_wiring.WorkerApp
+
+
 @contextlib.asynccontextmanager
 async def four_services(redis_url: str, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of a gateway in front of an echo worker; everything is stopped at the end."""
+    async with running_services(redis_url, folder) as services:
+        yield services.client
+
+
+@contextlib.asynccontextmanager
+async def running_services(redis_url: str, folder: Path) -> AsyncIterator[FourServices]:
+    """As `four_services`, with the apps."""
     usage = usage_wiring.build(
         UsageConfig(redis_url=redis_url, database_url=f"sqlite:///{folder / 'ledger.sqlite3'}", bootstrap_key=KEY)
     )
@@ -48,7 +65,7 @@ async def four_services(redis_url: str, folder: Path) -> AsyncIterator[httpx.Asy
         async with asyncio.timeout(30):
             while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:
                 await asyncio.sleep(0.05)
-        yield client
+        yield FourServices(client, gateway, worker)
 
 
 async def ledger_row(client_id: str, database: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -47,9 +48,15 @@ class Transcript:
         return self.token_ids == wanted and "".join(f"t{t} " for t in self.token_ids) == self.text
 
 
-async def stream_completion(client: httpx.AsyncClient, body: dict[str, object]) -> Transcript:
-    """POST a streaming completion and read it to its end."""
-    seen = Transcript()
+async def stream_completion(
+    client: httpx.AsyncClient,
+    body: dict[str, object],
+    *,
+    seen: Transcript | None = None,
+    until: asyncio.Event | None = None,
+) -> Transcript:
+    """POST a streaming completion and read it to its end, or leave once `until` is set; `seen` is filled meanwhile."""
+    seen = seen if seen is not None else Transcript()
     request = body | {"stream": True, "stream_options": {"include_usage": True}}
     try:
         async with client.stream("POST", "/v1/completions", json=request) as response:
@@ -60,6 +67,8 @@ async def stream_completion(client: httpx.AsyncClient, body: dict[str, object]) 
                 return seen
             async for line in response.aiter_lines():
                 _read(seen, line)
+                if until is not None and until.is_set():
+                    break
     except httpx.HTTPError as error:
         seen.broken = repr(error)
     return seen

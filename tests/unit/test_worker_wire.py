@@ -82,7 +82,7 @@ def test_no_logprobs_asked_for_is_none_and_not_zero() -> None:
     ("field", "values"),
     [
         ("temperature", [math.nan, -0.1, math.inf]),
-        ("top_p", [math.nan, 0.0, 1.1]),
+        ("top_p", [math.nan, -0.1, 1.1]),
         ("top_k", [-1]),
         ("min_p", [math.nan, -0.1, 1.1]),
         ("choice_count", [0, -1, 9]),
