@@ -65,6 +65,7 @@ class Metrics:
         self.tier_blocks_total = counter(
             "tier_blocks", "KV blocks spilled, skipped as the disk lagged, or dropped as spoilt.", (*_MODEL, "outcome")
         )
+        self.kv_orphans_total = counter("kv_orphans", "Reports of KV blocks that no request waited for.", _MODEL)
         self.disk_tier_on = gauge("disk_tier_on", "1 while the disk tier works, else 0.")
         self.prompt_tokens_total = counter("prompt_tokens", "Prompt tokens computed.", _MODEL)
         self.completion_tokens_total = counter("completion_tokens", "Tokens decoded.", _MODEL)

@@ -208,6 +208,7 @@ class LoadMetrics:
             (metrics.prefix_hit_tokens_total.labels(*labels).inc, lambda s: s.prefix_hit_token_total),
             (metrics.prompt_tokens_total.labels(*labels).inc, lambda s: s.prefill_token_total),
             (metrics.completion_tokens_total.labels(*labels).inc, lambda s: s.decode_token_total),
+            (metrics.kv_orphans_total.labels(*labels).inc, lambda s: s.transfer.orphan_total),
             (metrics.tier_hit_tokens_total.labels(*labels, "host").inc, lambda s: s.tiers.host_hit_token_total),
             (metrics.tier_hit_tokens_total.labels(*labels, "disk").inc, lambda s: s.tiers.disk_hit_token_total),
             (metrics.tier_blocks_total.labels(*labels, "spilled").inc, lambda s: s.tiers.spilled_block_total),

@@ -18,7 +18,14 @@ from services.worker.engine.kv_tiers import KVTiers
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import EngineOutput
 from services.worker.engine.proposer import Proposer
-from services.worker.engine.request import EngineRequest, PriorityClass, RequestKey, SamplingParams, fresh_choices
+from services.worker.engine.request import (
+    EngineRequest,
+    KVRole,
+    PriorityClass,
+    RequestKey,
+    SamplingParams,
+    fresh_choices,
+)
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.gguf_loader import load_gguf
 from services.worker.models.registry import decoder_tensors
@@ -126,6 +133,7 @@ class ModelRig:
         salt: bytes = b"",
         sampling: SamplingParams | None = None,
         priority_class: PriorityClass = PriorityClass.INTERACTIVE,
+        kv_role: KVRole = KVRole.LOCAL,
     ) -> None:
         """Queue a request: greedy and past the end of turn unless `sampling` says otherwise; no salt, no cache."""
         greedy = SamplingParams(max_tokens=max_tokens, seed=1, temperature=0.0, ignore_eos=True)
@@ -137,6 +145,7 @@ class ModelRig:
             choices=fresh_choices(n),
             cache_salt=salt,
             priority_class=priority_class,
+            kv_role=kv_role,
         )
         self.engine.add_request(request, now=self.now)
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from services.worker.engine.kv_blocks import KVBlock
 from services.worker.engine.proposer import NgramProposer
-from services.worker.engine.request import PriorityClass, RequestKey, SamplingParams
+from services.worker.engine.request import KVRole, PriorityClass, RequestKey, SamplingParams
 from tests.helpers.model import ModelRig, golden_cases, self_draft
 
 pytestmark = pytest.mark.model
@@ -138,6 +139,30 @@ def test_three_choices_are_what_each_alone_would_be(name: str) -> None:
     else:
         assert alone(name, LONG) not in others
         assert len(others) == 2
+
+
+@each_sampling
+def test_prefill_in_another_engine_changes_nothing(name: str) -> None:
+    prefill = ModelRig(num_blocks=16, max_prefill_chunk=40)
+    decode = ModelRig(num_blocks=16)
+    decode.add("r", LONG, sampling=SAMPLINGS[name], salt=b"tenant", kv_role=KVRole.IMPORT)
+    decode.step()
+    (asked,) = decode.engine.take_remote_prefills()
+    prefill.add("r", LONG, max_tokens=1, salt=b"tenant", kv_role=KVRole.EXPORT)
+    sent: list[KVBlock] = []
+    while prefill.engine.has_work():
+        prefill.step()
+        sent += prefill.engine.exported_kv("r", 1, start=len(sent))
+    assert prefill.engine.release_kv("r", 1)
+    assert prefill.engine.stats(prefill.now).held_block_count == 0
+    assert asked.full_hashes == tuple(block.full_hash for block in sent)
+
+    decode.engine.kv_received("r", 1, sent)
+    decode.run()
+
+    stats = decode.engine.stats(decode.now)
+    assert (stats.transfer.imported_block_total, stats.prefill_token_total, stats.held_block_count) == (6, 4, 0)
+    assert _said(decode) == alone(name, LONG)
 
 
 def _blocks(rig: ModelRig, table: Sequence[int]) -> list[bytes]:

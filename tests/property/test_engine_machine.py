@@ -19,8 +19,18 @@ from hypothesis.stateful import (
 )
 
 from services.worker.engine.engine_config import NeverFitsError
+from services.worker.engine.kv_blocks import KVBlock
+from services.worker.engine.kv_transfer import RemotePrefill
 from services.worker.engine.proposer import NgramProposer
-from services.worker.engine.request import Choice, FinishReason, RequestKey, SamplingParams
+from services.worker.engine.request import (
+    Choice,
+    EngineRequest,
+    FinishReason,
+    KVRole,
+    RequestKey,
+    SamplingParams,
+    fresh_choices,
+)
 from tests.helpers.engine import (
     EngineRig,
     FakeScript,
@@ -78,6 +88,7 @@ class Arrival:
     prompt_logprob_count: int | None
     lifetime: float | None
     fails_at: int | None
+    role: KVRole
 
 
 SHAPES = st.builds(
@@ -108,11 +119,12 @@ ARRIVALS = st.builds(
     prompt_logprob_count=st.sampled_from([None, None, 0]),
     lifetime=st.none() | st.floats(0.001, 0.1),
     fails_at=st.none() | st.none() | st.integers(0, 11),
+    role=st.sampled_from([KVRole.LOCAL, KVRole.IMPORT, KVRole.EXPORT]),
 )
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, aborts, steps and faulty tiers over one engine; the rig checks invariants and blocks each step."""
+    """Arrivals, aborts, steps, faulty tiers and peers; the rig checks invariants and block contents each step."""
 
     live: Bundle[str] = Bundle("live")
 
@@ -142,6 +154,10 @@ class EngineMachine(RuleBasedStateMachine):
             aging_seconds=shape.aging,
             max_bypass_count=shape.bypass,
         )
+        self.peer = EngineRig(spec=make_spec(num_blocks=256, block_size=shape.block_size, vocab_size=VOCAB_SIZE))
+        self.asked: list[RemotePrefill] = []
+        self.exported: list[str] = []
+        self.requests: dict[str, EngineRequest] = {}
         self.count = 0
         self.expected: dict[RequestKey, int] = {}
         self.aborted: set[str] = set()
@@ -164,11 +180,15 @@ class EngineMachine(RuleBasedStateMachine):
             choices=choices,
             cache_salt=arrival.tenant.encode() if arrival.is_salted else b"",
             deadline=None if arrival.lifetime is None else self.rig.now + arrival.lifetime,
+            kv_role=arrival.role,
         )
         try:
             self.rig.add(request)
         except NeverFitsError:
             return multiple()
+        self.requests[request_id] = request
+        if arrival.role is KVRole.EXPORT:
+            self.exported.append(request_id)
         if arrival.lifetime is not None:
             self.expiring.add(request_id)
         if arrival.fails_at is not None:
@@ -194,6 +214,52 @@ class EngineMachine(RuleBasedStateMachine):
     def spoil_a_tier(self, number: int, fault: Callable[[FaultyTiers, int], None]) -> None:
         fault(self.tiers, number)
 
+    @rule(number=st.integers(0, 99), fault=st.sampled_from(["none", "none", "short", "spoilt", "shifted", "failed"]))
+    def a_peer_answers(self, number: int, fault: str) -> None:
+        self.asked += self.rig.engine.take_remote_prefills()
+        if not self.asked:
+            return
+        prefill = self.asked.pop(number % len(self.asked))
+        request_id, epoch = prefill.key.request_id, prefill.key.epoch
+        if fault == "failed":
+            self.rig.engine.kv_failed(request_id, epoch)
+            return
+        blocks = self.prefilled_by_peer(request_id)[prefill.start // self.peer.runner.spec.block_size :]
+        if fault == "short":
+            blocks = blocks[: number % (len(blocks) + 1)]
+        elif fault == "shifted":
+            blocks = blocks[1:]
+        elif fault == "spoilt" and blocks:
+            spoilt = blocks[number % len(blocks)]
+            blocks[number % len(blocks)] = spoilt._replace(payload=bytes(len(spoilt.payload)))
+        self.rig.engine.kv_received(request_id, epoch, blocks)
+
+    @rule(number=st.integers(0, 99))
+    def a_peer_takes_its_blocks(self, number: int) -> None:
+        if not self.exported:
+            return
+        request_id = self.exported.pop(number % len(self.exported))
+        blocks = self.rig.engine.exported_kv(request_id, 1, start=0)
+        if blocks:
+            assert blocks == self.prefilled_by_peer(request_id)[: len(blocks)]
+        self.rig.engine.release_kv(request_id, 1)
+
+    def prefilled_by_peer(self, request_id: str) -> list[KVBlock]:
+        """The full blocks of a request's prompt as another engine computes them."""
+        prompt_only = SamplingParams(max_tokens=1, seed=0)
+        source = self.requests[request_id]
+        self.peer.add(
+            dataclasses.replace(
+                source, sampling=prompt_only, choices=fresh_choices(1), deadline=None, kv_role=KVRole.EXPORT
+            )
+        )
+        self.peer.outputs.clear()
+        self.peer.run()
+        blocks = self.peer.engine.exported_kv(request_id, 1, start=0)
+        assert self.peer.engine.release_kv(request_id, 1)
+        assert_engine_empty(self.peer)
+        return blocks
+
     @invariant()
     def blocks_and_slots_add_up(self) -> None:
         if hasattr(self, "rig"):
@@ -207,7 +273,11 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.rig.engine.has_work():
                 break
             self.tiers.finish_reads()
+            self.a_peer_answers(0, "none")
+            self.a_peer_takes_its_blocks(0)
             self.rig.step()
+        for request_id in self.exported:
+            self.rig.engine.release_kv(request_id, 1)
         assert_engine_empty(self.rig)
         assert set(self.rig.outputs) == set(self.expected), "a choice never ended, or one that never was did"
         for key, received in self.expected.items():

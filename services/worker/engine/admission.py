@@ -10,6 +10,7 @@ import enum
 
 from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.kv_cache_manager import KVCacheManager, PrefixMatch
+from services.worker.engine.kv_transfer import KVImports
 from services.worker.engine.request import PriorityClass, Request
 from services.worker.engine.request_queue import RequestQueue
 from services.worker.engine.running_batch import RunningBatch
@@ -36,10 +37,19 @@ class _Obstacle(enum.Enum):
 class Admission:
     """One round of admission per step, over the queue in fair order."""
 
-    def __init__(self, queue: RequestQueue, running: RunningBatch, kv: KVCacheManager, *, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        queue: RequestQueue,
+        running: RunningBatch,
+        kv: KVCacheManager,
+        *,
+        imports: KVImports,
+        config: EngineConfig,
+    ) -> None:
         self._queue = queue
         self._running = running
         self._kv = kv
+        self._imports = imports
         self._max_bypass_count = config.max_bypass_count
         self.prefix_query_total = 0
         self.prefix_hit_total = 0
@@ -121,12 +131,14 @@ class Admission:
         self._queue.remove(request)
         self._queue.dispatched(request)
         self._kv.allocate(request, match)
-        self._running.add(request)
         if group.cached_token_count is None:
             group.cached_token_count = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.prefix_query_total += request.num_tokens
             self.prefix_hit_total += request.num_computed_tokens
         request.bypass_count = 0
+        if self._imports.takes(request):
+            return
+        self._running.add(request)
         builder.introduce(request)
         size = builder.chunk_size(request, others_wait=len(self._queue) > 0)
         if size:

@@ -7,9 +7,13 @@ Charter: a new feature is a new file and at most one call here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.isolation_check import check_isolation
+from services.worker.engine.kv_blocks import KVBlock, sealed
 from services.worker.engine.kv_tiers import KVTiers, SpilledBlocks
+from services.worker.engine.kv_transfer import RemotePrefill
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents, ModelRunnerOutput
 from services.worker.engine.proposer import Proposer, Speculation
@@ -93,6 +97,30 @@ class Engine:
         """End every choice with ERROR, free everything and empty the cache; the engine can then go on."""
         self._is_broken = False
         return self._scheduler.fail_all(error)
+
+    def take_remote_prefills(self) -> list[RemotePrefill]:
+        """What to ask peers for, since the last call. Each must be answered by `kv_received` or `kv_failed`."""
+        return self._scheduler.imports.take_announced()
+
+    def kv_received(self, request_id: str, epoch: int, blocks: Sequence[KVBlock]) -> bool:
+        """A peer's blocks, in the order asked for; copied in at once, the rest of the prompt is computed here.
+
+        False, counted as an orphan, when the request does not wait for them (any more).
+        """
+        return self._scheduler.imports.received(request_id, epoch, blocks, self._runner)
+
+    def kv_failed(self, request_id: str, epoch: int) -> bool:
+        """The peer will not deliver: the prompt is computed here. False, counted as an orphan, as above."""
+        return self._scheduler.imports.failed(request_id, epoch)
+
+    def exported_kv(self, request_id: str, epoch: int, *, start: int) -> list[KVBlock]:
+        """Copies of the full blocks of an EXPORT request's prompt computed so far, from the block `start` on."""
+        runner, held = self._runner, self._scheduler.kv.exports.blocks(request_id, epoch)[start:]
+        return [sealed(full_hash, runner.export_block(block), runner.kv_layout) for block, full_hash in held]
+
+    def release_kv(self, request_id: str, epoch: int) -> bool:
+        """Let go of an EXPORT request's blocks, which are kept until then; False when they are not kept (any more)."""
+        return self._scheduler.kv.exports.release(request_id, epoch)
 
     def has_work(self) -> bool:
         """True while a choice is unfinished or `step` still has something to hand out."""

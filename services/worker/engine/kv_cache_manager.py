@@ -11,6 +11,7 @@ import dataclasses
 from services.common.block_hash import chain_hashes, root_hash
 from services.worker.engine.block_pool import BlockPool
 from services.worker.engine.engine_config import EngineConfig
+from services.worker.engine.kv_exports import KVExports
 from services.worker.engine.kv_tiers import SpilledBlocks
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.outputs import TierStats
@@ -44,6 +45,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.spilled = spilled
         self.pool = BlockPool(num_blocks, on_evict=spilled.evicted if spilled is not None else None)
+        self.exports = KVExports(self.pool, block_size=block_size)
         self._model_version = config.model_version
         self._shares = TenantShares(
             num_blocks,
@@ -84,9 +86,9 @@ class KVCacheManager:
         return sum(self.pool.ref_count(block) == 1 for block in request.blocks)
 
     def must_wait(self, request: Request) -> bool:
-        """True while what `request` needs next is being read, or computed by a request of no worse class.
+        """True while what `request` needs next is being read, or computed by (a peer for) a request of no worse class.
 
-        Nothing is held while waiting, and who is waited for is running with all its blocks: no cycle can form.
+        Nothing is held while waiting, and who is waited for has all its blocks: no cycle can form.
         """
         if self.spilled is not None and self.spilled.must_wait(request):
             return True
@@ -171,6 +173,7 @@ class KVCacheManager:
         self._set_blocks(request, [*match.shared, *fresh])
         request.num_computed_tokens = computed
         self._set_published(request, len(match.shared))
+        self.exports.extend(request, len(match.shared))
         for full_hash in self._hashes(request, request.num_tokens)[len(match.shared) :]:
             if pool.lookup(full_hash) is None:
                 self._computing.setdefault(full_hash, request)
@@ -192,6 +195,7 @@ class KVCacheManager:
             for index in range(request.num_published_blocks, full_blocks):
                 self.pool.publish(request.blocks[index], hashes[index])
                 self._stop_computing(request, hashes[index])
+            self.exports.extend(request, full_blocks)
         self._set_published(request, full_blocks)
 
     def free(self, request: Request) -> None:
@@ -225,9 +229,10 @@ class KVCacheManager:
             self.spilled.move(runner)
 
     def forget_contents(self) -> None:
-        """A device fault may have spoilt what the pool holds: no block can be hit any more, none is spilled."""
+        """A device fault may have spoilt what the pool holds: no block is hit, spilled or sent to a peer any more."""
         if self.spilled is not None:
             self.spilled.forget_moves()
+        self.exports.release_all()
         self.pool.forget_cached()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
@@ -245,8 +250,9 @@ class KVCacheManager:
     def check_invariants(self, requests: list[Request]) -> None:
         """Raise AssertionError unless `requests`, all that may hold blocks, account for every held one."""
         holdings = [request.blocks for request in requests]
-        self.pool.check_invariants([*holdings, self._pinned])
-        running = {id(request) for request in requests if request.state is RequestState.RUNNING}
+        self.pool.check_invariants([*holdings, self._pinned, *self.exports.holdings()])
+        at_work = (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV)
+        running = {id(request) for request in requests if request.state in at_work}
         assert all(id(request) in running for request in self._computing.values()), "a gone request still computes"
         for request in requests:
             assert request.num_computed_tokens <= len(request.blocks) * self.block_size, f"{request} lacks blocks"

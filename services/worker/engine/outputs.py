@@ -26,6 +26,7 @@ __all__ = [
     "TierStats",
     "TokenArray",
     "TokenLogprobs",
+    "TransferStats",
 ]
 
 
@@ -148,12 +149,24 @@ class TierStats:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Blocks taken over from peers. Refused ones were spoilt or others than asked for; an orphan is a report that
+    nobody waited for (any more).
+    """
+
+    waiting_count: int = 0
+    imported_block_total: int = 0
+    refused_block_total: int = 0
+    orphan_total: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counts after one step. Counters (`*_total`) grow for the life of the engine; the rest are gauges.
 
     Blocks: free (nothing in them) + cached (hittable, taken when needed) + held = total; room is free + cached.
     `steps_without_progress`, `seconds_without_progress`: since something last advanced, 0 without work.
-    `tiers` counts cached blocks beyond the pool.
+    `tiers` counts cached blocks beyond the pool, `transfer` those that come from peers.
     """
 
     step: int
@@ -177,6 +190,7 @@ class EngineStats:
     steps_without_progress: int = 0
     seconds_without_progress: float = 0.0
     tiers: TierStats = TierStats()
+    transfer: TransferStats = TransferStats()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -31,6 +31,18 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+class KVRole(enum.Enum):
+    """Which part of a request this engine computes.
+
+    IMPORT: a peer prefills and its blocks are taken over. EXPORT: the prompt's blocks are kept for a peer. Both need
+    a tenant salt, since blocks are named by their hash.
+    """
+
+    LOCAL = "local"
+    IMPORT = "import"
+    EXPORT = "export"
+
+
 class FinishReason(enum.Enum):
     """Why the engine stopped a choice. Stop strings, tool calls and budgets are decided by the gateway."""
 
@@ -135,6 +147,7 @@ class EngineRequest:
     cache_salt: bytes = b""
     adapter_digest: bytes = b""
     deadline: float | None = None
+    kv_role: KVRole = KVRole.LOCAL
 
 
 class RequestGroup:
@@ -186,6 +199,7 @@ class Request:
         "stop_ids",
         "tenant",
         "waits_for",
+        "wants_remote_kv",
         "weight",
     )
 
@@ -220,6 +234,7 @@ class Request:
         self.num_prompt_logprobs = 0
         self.bypass_count = 0
         self.waits_for: bytes | None = None
+        self.wants_remote_kv = first and source.kv_role is KVRole.IMPORT
         self.blocks: list[int] = []
         self.block_table: tuple[int, ...] = ()
         self.fits_tokens = 0

@@ -15,6 +15,7 @@ from services.worker.engine.admission import Admission
 from services.worker.engine.engine_config import DuplicateRequestError, EngineConfig
 from services.worker.engine.kv_cache_manager import KVCacheManager
 from services.worker.engine.kv_tiers import SpilledBlocks
+from services.worker.engine.kv_transfer import KVImports
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.engine.outputs import (
     EngineOutput,
@@ -30,6 +31,7 @@ from services.worker.engine.request import (
     Choice,
     EngineRequest,
     FinishReason,
+    KVRole,
     PriorityClass,
     Request,
     RequestGroup,
@@ -66,7 +68,8 @@ class Scheduler:
         self.kv = KVCacheManager(num_blocks=spec.num_blocks, block_size=spec.block_size, config=config, spilled=spilled)
         self._queue = RequestQueue()
         self._running = RunningBatch(config)
-        self._admission = Admission(self._queue, self._running, self.kv, config=config)
+        self.imports = KVImports(self.kv, self._queue, self._running, max_waiting=config.max_num_seqs)
+        self._admission = Admission(self._queue, self._running, self.kv, imports=self.imports, config=config)
         self._requests: dict[RequestKey, Request] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._deadlines: list[tuple[float, int, RequestKey]] = []
@@ -92,6 +95,8 @@ class Scheduler:
             self._progress_at = now
         root = self.kv.root_of(adapter_digest=source.adapter_digest, cache_salt=source.cache_salt)
         group = RequestGroup(source, root=root)
+        if source.kv_role is KVRole.EXPORT:
+            self.kv.exports.open(source.request_id, source.epoch)
         for choice in source.choices:
             self._add_choice(group, choice, now=now)
 
@@ -126,6 +131,7 @@ class Scheduler:
         for victim in self._admission.victims_for_better_class():
             self._preempt(victim)
         self._running.compact()
+        self.imports.resume(self._builder)
         prefills = self._schedule_decodes(now)
         self._schedule_prefills(prefills)
         self._running.compact()
@@ -161,7 +167,7 @@ class Scheduler:
             else:
                 outputs.append(output)
         self._counters.decode += decoded
-        if decision.scheduled or self._ended or not self._requests or self.kv.is_reading:
+        if decision.scheduled or self._ended or not self._requests or self._waits_outside():
             self._idle_steps = 0
             self._progress_at = now
         else:
@@ -202,6 +208,7 @@ class Scheduler:
             accepted_draft_token_total=spec.accepted_total if spec else 0,
             block_copy_total=self.kv.copy_total,
             tiers=self.kv.tier_stats(),
+            transfer=self.imports.stats(),
             steps_without_progress=self._idle_steps,
             seconds_without_progress=now - self._progress_at if self._requests else 0.0,
         )
@@ -214,12 +221,17 @@ class Scheduler:
         self._queue.check_invariants()
         self._running.check_invariants()
         assert {id(each) for each in running} == {id(each) for each in self._running}, "states and batch disagree"
-        assert len(running) + len(waiting) == len(self._requests), "a request neither runs nor waits"
+        self.imports.check_invariants()
+        assert len(running) + len(waiting) + len(self.imports) == len(self._requests), "one neither runs nor waits"
         assert all(not each.blocks for each in waiting), "a waiting request holds blocks"
         assert sum(map(len, self._by_id.values())) == len(self._requests), "the index by id is off"
         if not self._requests:
-            assert self.kv.pool.held_count == 0, "idle, and blocks are held"
+            assert self.kv.pool.held_count == self.kv.exports.block_count, "idle, and blocks are held"
             assert self._speculation is None or self._speculation.is_idle(), "idle, and drafts are recorded"
+
+    def _waits_outside(self) -> bool:
+        """True while requests wait for a disk or a peer, or a peer keeps blocks."""
+        return self.kv.is_reading or self.imports.is_waiting or len(self.kv.exports) > 0
 
     def _new_builder(self) -> StepBuilder:
         config = self._config
@@ -363,6 +375,8 @@ class Scheduler:
         """The only way out: frees everything a request has, in whatever state, and keeps its last output."""
         if request.state is RequestState.RUNNING:
             self._leave_batch(request, state=RequestState.FINISHED)
+        elif request.state is RequestState.WAITING_FOR_REMOTE_KV:
+            self.imports.leave(request)
         else:
             self._queue.remove(request)
             request.state = RequestState.FINISHED
