@@ -58,7 +58,7 @@ class KVImports:
     def takes(self, request: Request) -> bool:
         """True when an admitted request, its blocks allocated, now waits for a peer instead of joining the batch.
 
-        It does so once. It is computed here when no full block is missing, when its prompt's logprobs are wanted, or
+        It does so once. It is computed here when no full block is missing, when all of its prompt must be, or
         when too many wait already.
         """
         if not request.wants_remote_kv:
@@ -67,7 +67,7 @@ class KVImports:
         start, size = request.num_computed_tokens, self._kv.block_size
         hashes = tuple(request.block_hashes[start // size : request.num_tokens // size])
         is_small = request.num_tokens - start < size or not hashes
-        if is_small or request.wants_prompt_logprobs or len(self) >= self._max_waiting:
+        if is_small or request.needs_whole_prompt or len(self) >= self._max_waiting:
             return False
         prefill = RemotePrefill(request.key, start, hashes)
         request.state = RequestState.WAITING_FOR_REMOTE_KV
