@@ -58,4 +58,5 @@ class ModelEndpoints:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    return ["completions", "embeddings", *([] if model.template is None else ["chat"])]
+    chat = [] if model.template is None else ["chat", "tools"]
+    return ["completions", "embeddings", *chat, *([] if model.reasoning is None else ["reasoning"])]

@@ -19,14 +19,11 @@ from tests.helpers.echo_generation import (
     CHATML,
     LENGTH,
     STOP,
-    FakeDirectory,
     FakeGenerator,
-    FakeKeyRing,
-    InlineRenderer,
     front,
+    front_parts,
     served,
 )
-from tests.helpers.fake_clock import FakeClock
 
 MODEL = served(template=CHATML + "{# <think> #}", specials=("<think>", "</think>"))
 PIECES = st.sampled_from(
@@ -77,9 +74,7 @@ def streamed(chunks: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, st
 
 
 async def over_grpc(generator: FakeGenerator, parallel: bool, stop: list[str]) -> tuple[Choice, Any]:
-    service = GatewayService(
-        generator, FakeDirectory(MODEL), FakeKeyRing(), clock=FakeClock(), renderer=InlineRenderer()
-    )
+    service = GatewayService(front_parts(generator, MODEL))
     server = await start_server("127.0.0.1:0", service.add_to, service_names=[SERVICE_NAME])
     chat = pb.ChatInput(
         messages=[pb.ChatMessage(role="user", content="hi")],

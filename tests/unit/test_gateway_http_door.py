@@ -176,7 +176,7 @@ async def test_one_model_is_found_by_name_and_version() -> None:
     assert found.json()["max_model_len"] == 4_096
     assert found.json()["owned_by"] == "acme"
     assert found.json()["millrace"]["version"] == "v2"
-    assert found.json()["millrace"]["capabilities"] == ["completions", "embeddings", "chat"]
+    assert found.json()["millrace"]["capabilities"] == ["completions", "embeddings", "chat", "tools"]
     assert (await asked.ask("GET", "/v1/models/org/tiny@v9")).status == 404
 
 
