@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,6 +25,7 @@ from services.common.grpc_client import error_from_rpc, open_channel
 from services.common.lifecycle import StartupError
 from services.common.redis_client import connect
 from services.common.tls import OPERATOR, ROLES, USAGE, WORKER, Tls, load_tls
+from services.gateway.idempotency_store import IdempotencyStore
 from services.router.wiring import CALLERS as ROUTER_CALLERS
 from services.usage.config import UsageConfig
 from services.usage.wiring import CALLERS as USAGE_CALLERS
@@ -139,19 +141,20 @@ def test_a_folder_without_its_files_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def users(redis_server: RedisProcess, redis_client: aioredis.Redis) -> AsyncIterator[dict[str, aioredis.Redis]]:
+async def users(redis_server: RedisProcess, redis_client: aioredis.Redis) -> AsyncIterator[dict[str, Any]]:
+    administrator: Any = redis_client
     for line in acl_file({name: f"password-of-{name}" for name in RULES}).splitlines()[1:]:
         _, name, *rules = line.split(" ")
-        await redis_client.execute_command("ACL", "SETUSER", name, "reset", *rules)
+        await administrator.execute_command("ACL", "SETUSER", name, "reset", *rules)
     path = redis_server.url.removeprefix("unix://")
     clients = {name: connect(f"unix://{name}:password-of-{name}@{path}") for name in RULES}
     yield clients
     for client in clients.values():
         await client.aclose()
-    await redis_client.execute_command("ACL", "DELUSER", *RULES)
+    await administrator.execute_command("ACL", "DELUSER", *RULES)
 
 
-async def test_each_service_does_its_part_of_a_request_as_its_own_user(users: dict[str, aioredis.Redis]) -> None:
+async def test_each_service_does_its_part_of_a_request_as_its_own_user(users: dict[str, Any]) -> None:
     time = StoreTime()
     stores = {name: AdmissionStore(client, now_ms=time) for name, client in users.items()}
     gateway, router, worker, usage = (stores[name] for name in ("gateway", "router", "worker", "usage"))
@@ -166,6 +169,7 @@ async def test_each_service_does_its_part_of_a_request_as_its_own_user(users: di
     assert await gateway.reserve(ask) is None
     await gateway.enqueue(POOL, make_entry("r1"), CAPS)
     await gateway.set_where("acme", "r1", POOL, "g")
+    await IdempotencyStore(users["gateway"]).announce("acme", "r1", "g", 5.0)
     await gateway.uptime()
     [claim] = await router.claim(POOL, "router", 1)
     assert claim.entry.request_id == "r1"
@@ -191,7 +195,7 @@ async def test_each_service_does_its_part_of_a_request_as_its_own_user(users: di
     ],
 )
 async def test_what_is_not_a_services_part_is_refused_to_its_user(
-    users: dict[str, aioredis.Redis], user: str, command: tuple[str, ...]
+    users: dict[str, Any], user: str, command: tuple[str, ...]
 ) -> None:
     with pytest.raises(NoPermissionError):
         await users[user].execute_command(*command)

@@ -47,6 +47,7 @@ class FakeStore:
         self.reserved: dict[str, Reserve] = {}
         self.entries: dict[str, admission_pb2.AdmissionEntry] = {}
         self.remaining_ms: list[int] = []
+        self.caps: list[PoolCaps] = []
         self.terminals: list[Terminal] = []
         self.settled: list[tuple[str, int, int]] = []
         self.refuse_reserve: Refusal | None = None
@@ -73,6 +74,7 @@ class FakeStore:
     async def enqueue(
         self, pool: Pool, entry: admission_pb2.AdmissionEntry, caps: PoolCaps, **options: int
     ) -> Queued | Refusal:
+        self.caps.append(caps)
         await self.gate.wait()
         if self.refuse_enqueue is not None:
             return self.refuse_enqueue
@@ -282,3 +284,58 @@ async def test_a_closed_gateway_and_an_empty_pool_refuse_before_anything_is_rese
 
     assert rig.store.reserved == {}
     assert (rig.refusals("NO_WORKER"), rig.refusals("DRAINING")) == (1, 1)
+
+
+async def test_what_a_key_may_do_bounds_its_requests(rig: Rig) -> None:
+    key = dataclasses.replace(
+        KEY,
+        batch_only=True,
+        queued_requests=7,
+        limits=QuotaLimits(monthly_budget_nanos=10**9),
+        key_limits=QuotaLimits(input_tokens_per_minute=90),
+        prices={"echo": (3, 5), "other": (1, 1)},
+    )
+
+    generation = await rig.generator.start(key, make_request())
+    await rig.generator.start(dataclasses.replace(key, queued_requests=10**6, key_limits=QuotaLimits()), make_request())
+
+    entry = rig.store.entries[generation.request_id]
+    assert entry.priority_class == common_pb2.PRIORITY_CLASS_BATCH
+    assert [caps.tenant_requests for caps in rig.store.caps] == [7, PoolCaps().tenant_requests]
+    first, second = rig.store.reserved.values()
+    assert (first.key_id, first.key_limits, first.prices) == ("key-1", key.key_limits, (3, 5))
+    assert second.key_id == "", "a key without limits of its own costs nothing"
+    live = rig.table.get(generation.request_id)
+    assert live is not None
+    assert live.core.limits.budget_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("refusal", "text", "wait"),
+    [
+        (
+            Refusal("REQUESTS_PER_MINUTE", 1_500, "requests_per_minute"),
+            "limit of requests per minute of this tenant",
+            1.5,
+        ),
+        (
+            Refusal("TOKENS_PER_MINUTE", 1, "output_tokens_per_minute", True),
+            "output tokens per minute of this key",
+            1.0,
+        ),
+        (Refusal("BUDGET_EXHAUSTED", 0, "budget_tokens"), "token budget of this tenant is used up", None),
+        (Refusal("BUDGET_EXHAUSTED", 90_000, "daily_budget_nanos", True), "budget of the day of this key", 90.0),
+        (Refusal("STORE_UNAVAILABLE", 1_000, "budget_tokens"), "is being read again", 1.0),
+    ],
+)
+async def test_a_refusal_names_the_limit_whose_it_is_and_the_wait(
+    rig: Rig, refusal: Refusal, text: str, wait: float | None
+) -> None:
+    rig.store.refuse_reserve = refusal
+
+    with pytest.raises(MillraceError) as refused:
+        await rig.generator.start(KEY, make_request())
+
+    assert refused.value.row.reason == refusal.reason
+    assert text in refused.value.message
+    assert refused.value.retry_after_s == wait

@@ -9,7 +9,7 @@ import hashlib
 import pytest
 
 from services.common.admission_types import KeyRecord, QuotaLimits
-from services.common.errors import StoreUnavailable, Unauthenticated
+from services.common.errors import PermissionDenied, StoreUnavailable, Unauthenticated
 from services.gateway.auth import CachedKeyRing
 from tests.helpers.fake_clock import FakeClock
 
@@ -139,4 +139,14 @@ async def test_a_key_known_a_moment_ago_holds_while_the_store_is_away(
     clock.jump(31.0)
 
     with pytest.raises(StoreUnavailable):
+        await ring.authenticate("Bearer mr_secret")
+
+
+@pytest.mark.parametrize("scopes", [(), ("usage:read",)])
+async def test_a_key_without_the_scope_of_inference_is_known_and_refused(
+    keys: FakeKeys, ring: CachedKeyRing, scopes: tuple[str, ...]
+) -> None:
+    keys.change(scopes=scopes)
+
+    with pytest.raises(PermissionDenied):
         await ring.authenticate("Bearer mr_secret")

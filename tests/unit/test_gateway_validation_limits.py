@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 
+from services.common.admission_types import LengthCap
+from services.common.errors import InvalidRequest
 from services.gateway.limits import Limits
-from tests.helpers.echo_generation import FakeGenerator, HttpAnswer, front, one_by_one, served
+from services.gateway.openai_draft import completion_draft
+from services.gateway.openai_types import CompletionRequest
+from services.gateway.validation import Validator
+from tests.helpers.echo_generation import (
+    FakeDirectory,
+    FakeGenerator,
+    HttpAnswer,
+    InlineRenderer,
+    front,
+    key,
+    one_by_one,
+    served,
+)
 
 LIMITS = Limits()
+VERSION = f"tiny@{served().card.model.version}"
 VOCABULARY = served().tokenizer.vocab_size
 
 
@@ -195,3 +213,39 @@ async def test_a_bos_token_is_there_once() -> None:
     await front(generator, model).complete(prompt=[1, 97])
 
     assert [list(request.prompt_token_ids) for _, request in generator.requests] == [[1, 97, 98], [1, 97]]
+
+
+@pytest.mark.parametrize(
+    ("caps", "fields", "param"),
+    [
+        ({"*": LengthCap(prompt_tokens=2)}, {"prompt": "hi"}, None),
+        ({"*": LengthCap(prompt_tokens=1)}, {"prompt": "hi"}, "prompt"),
+        ({"*": LengthCap(output_tokens=5)}, {"max_tokens": 5}, None),
+        ({"*": LengthCap(output_tokens=5)}, {"max_tokens": 6}, "max_tokens"),
+        ({"*": LengthCap(output_tokens=1), "tiny": LengthCap(output_tokens=9)}, {"max_tokens": 9}, None),
+        ({"tiny": LengthCap(output_tokens=9), VERSION: LengthCap(output_tokens=3)}, {"max_tokens": 4}, "max_tokens"),
+        ({"other": LengthCap(1, 1)}, {"max_tokens": 50}, None),
+    ],
+)
+async def test_a_keys_length_cap_holds_at_its_value_and_not_one_past_it(
+    caps: dict[str, LengthCap], fields: dict[str, object], param: str | None
+) -> None:
+    key_of_caps = dataclasses.replace(key(), length_caps=caps)
+    draft = completion_draft(msgspec.convert({"model": "tiny", "prompt": "hi"} | fields, CompletionRequest))
+    validator = Validator(FakeDirectory(served()), InlineRenderer())
+
+    if param is None:
+        assert (await validator.validate(key_of_caps, draft)).prompt_token_ids
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        await validator.validate(key_of_caps, draft)
+    assert refused.value.param == param
+
+
+async def test_a_request_that_names_no_length_gets_what_its_key_may_have() -> None:
+    capped = dataclasses.replace(key(), length_caps={"*": LengthCap(output_tokens=7)})
+    draft = completion_draft(msgspec.convert({"model": "tiny", "prompt": "hi"}, CompletionRequest))
+
+    valid = await Validator(FakeDirectory(served()), InlineRenderer()).validate(capped, draft)
+
+    assert valid.sampling.max_token_count == 7
