@@ -81,6 +81,9 @@ def completion_draft(body: CompletionRequest) -> RequestDraft:
 def _draft(body: GenerationBody, prompt: Prompt, max_tokens: int | None, logprobs: int | None) -> RequestDraft:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream: true`.", param="stream_options")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        field = "stream_options.include_obfuscation"
+        raise Unsupported(f"`{field}` is not supported.", param=field)
     own = body.millrace
     return RequestDraft(
         model=body.model,
@@ -105,7 +108,8 @@ def _draft(body: GenerationBody, prompt: Prompt, max_tokens: int | None, logprob
             logprobs=logprobs,
             grammar=_grammar(body),
         ),
-        user=body.user or "",
+        # OpenAI's later name of the same label.
+        user=body.user or body.safety_identifier or "",
         metadata=body.metadata or {},
         priority_class=(
             common_pb2.PRIORITY_CLASS_BATCH if body.priority == "batch" else common_pb2.PRIORITY_CLASS_INTERACTIVE
