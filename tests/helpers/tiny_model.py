@@ -56,6 +56,8 @@ def write_tiny_model(folder: Path, shape: TinyShape | None = None, *, seed: int 
         "model.norm.weight": 1 + random(hidden),
         "lm_head.weight": random(rows, hidden),
     }
+    # Were they counted, the padded rows would win.
+    weights["lm_head.weight"][shape.vocab_size :] *= 4
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
         for name, width in widths.items():
