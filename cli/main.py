@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli import admin_key, audit, chat, down, key, status, tenant, up, usage
+from cli import admin_key, audit, chat, down, key, price, status, tenant, up, usage
 
 app = typer.Typer(
     name="millrace",
@@ -17,6 +17,7 @@ app.command()(down.down)
 app.command()(status.status)
 app.command()(chat.chat)
 app.add_typer(usage.app, name="usage", help="Read the ledger.")
+app.add_typer(price.app, name="price", help="Set and list what tokens cost.")
 app.add_typer(key.app, name="key", help="Create, change, list, rotate and revoke API keys.")
 app.add_typer(tenant.app, name="tenant", help="Create, change and list tenants and projects.")
 app.add_typer(admin_key.app, name="admin-key", help="Create, list and revoke keys of administrators.")

@@ -25,6 +25,8 @@ def insert_rows(
 
     Raises IntegrityError when one is there already, DataError for a value that does not fit.
     """
+    if not rows:
+        return
     names = ", ".join(f'"{name}"' for name in columns)
     if connection.dialect.name == "postgresql":
         with _raw_cursor(connection) as cursor, cursor.copy(f"COPY {table.name} ({names}) FROM STDIN") as copy:
@@ -57,6 +59,8 @@ def add_sums(
     rows: Sequence[Sequence[object]],
 ) -> None:
     """Add each row's `sums` to the row of `table` with its `keys`, or make it; a row is the keys, then the sums."""
+    if not rows:
+        return
     names = (*keys, *sums)
     moved = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in sums)
     tail = f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {moved}"

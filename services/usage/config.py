@@ -20,6 +20,7 @@ class UsageConfig:
         secret=True,
         help="sqlite:///path or postgresql://user:password@host:port/database",
     )
+    data_dir: str = setting("millrace-usage", help="folder of the key that signs exports and days")
     grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
     admin_http_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of the administrators' API")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")

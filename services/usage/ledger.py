@@ -17,6 +17,7 @@ from services.usage import schema
 from services.usage.bulk import add_sums, insert_rows, known_values
 from services.usage.events import MAX_EVENT_BYTES, LedgerEntry, Tokens
 from services.usage.rows import ROW_COLUMNS, row_values, storable
+from services.usage.selection import Selection
 from services.usage.spending import move_key_balances
 from services.usage.store import insert_into
 
@@ -55,12 +56,10 @@ class Balance:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowFilter:
-    """Which rows: of a tenant (empty = every one), after a row id, ended in [start, end), up to a row id."""
+    """Which rows: of a selection, with ids in (after_row_id, last_row_id]; None for the newest."""
 
-    tenant: str = ""
+    chosen: Selection = dataclasses.field(default_factory=Selection)
     after_row_id: int = 0
-    start: datetime | None = None
-    end: datetime | None = None
     last_row_id: int | None = None
 
 
@@ -110,13 +109,7 @@ def insert_dead_letters(connection: sa.Connection, letters: Sequence[DeadLetter]
 def read_rows(connection: sa.Connection, wanted: RowFilter, limit: int) -> list[StoredRow]:
     """The next rows in the order of their row ids, at most `limit`."""
     table = schema.ledger
-    query = _row_query().where(table.c.row_id > wanted.after_row_id)
-    if wanted.tenant:
-        query = query.where(table.c.tenant == wanted.tenant)
-    if wanted.start is not None:
-        query = query.where(table.c.end_time >= wanted.start)
-    if wanted.end is not None:
-        query = query.where(table.c.end_time < wanted.end)
+    query = _row_query().where(table.c.row_id > wanted.after_row_id, *wanted.chosen.conditions())
     if wanted.last_row_id is not None:
         query = query.where(table.c.row_id <= wanted.last_row_id)
     return [_stored(row) for row in connection.execute(query.order_by(table.c.row_id).limit(limit))]

@@ -188,3 +188,70 @@ dead_letters = sa.Table(
     sa.Column("payload", sa.LargeBinary, nullable=False),
     sa.Column("insert_time", UtcTime, nullable=False),
 )
+
+# Set once, never edited; of two with the same selectors and start, the later id holds.
+prices = sa.Table(
+    "prices",
+    metadata,
+    sa.Column("price_id", sa.Integer, primary_key=True),
+    sa.Column("plan", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("priority_class", sa.Text, nullable=False),
+    sa.Column("token_kind", sa.Text, nullable=False),
+    sa.Column("currency", sa.Text, nullable=False),
+    sa.Column("micros_per_million", sa.BigInteger, nullable=False),
+    sa.Column("start_time", UtcTime, nullable=False),
+    sa.Column("end_time", UtcTime),
+    sa.Column("create_time", UtcTime, nullable=False),
+)
+
+# The plan of a tenant from a moment on; none means the empty plan.
+tenant_plans = sa.Table(
+    "tenant_plans",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("start_time", UtcTime, primary_key=True),
+    sa.Column("plan", sa.Text, nullable=False),
+    sa.Column("create_time", UtcTime, nullable=False),
+)
+
+# Ledger rows up to here have been looked at by the rater.
+rating_head = sa.Table(
+    "rating_head",
+    metadata,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("last_row_id", sa.BigInteger, nullable=False),
+)
+
+MICRO_COLUMNS = ("prompt_micros", "cached_micros", "completion_micros", "reasoning_micros")
+
+# What a ledger row costs is the sum of its ratings: rating it again adds the difference as one more.
+ratings = sa.Table(
+    "ratings",
+    metadata,
+    sa.Column("row_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("currency", sa.Text, nullable=False),
+    *(sa.Column(name, sa.BigInteger, nullable=False) for name in MICRO_COLUMNS),
+    sa.Column("rate_time", UtcTime, nullable=False),
+)
+
+# One signed seal a UTC day with rows, each naming the one before.
+day_seals = sa.Table(
+    "day_seals",
+    metadata,
+    sa.Column("day", sa.Date, primary_key=True),
+    sa.Column("after_row_id", sa.BigInteger, nullable=False),
+    sa.Column("last_row_id", sa.BigInteger, nullable=False),
+    sa.Column("row_count", sa.BigInteger, nullable=False),
+    *(sa.Column(name, sa.LargeBinary, nullable=False) for name in ("digest", "previous", "public_key", "signature")),
+)
+
+# The digests of the sealed rows from `first_row_id` on, 16 bytes each.
+seal_digests = sa.Table(
+    "seal_digests",
+    metadata,
+    sa.Column("first_row_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("digests", sa.LargeBinary, nullable=False),
+)

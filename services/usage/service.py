@@ -1,64 +1,133 @@
-"""Reads of the ledger by gRPC. Translates; decides nothing but who may call and whose usage it sees."""
+"""The gRPC face of reading the ledger: exports, single rows, sums and checks of days. Reading makes no usage."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import AsyncIterator
-from typing import Any
+from datetime import date
 
-import grpc
-from millrace.usage.v1 import usage_event_pb2, usage_service_pb2, usage_service_pb2_grpc
+from millrace.usage.v1 import usage_service_pb2 as pb
+from millrace.usage.v1 import usage_service_pb2_grpc
 
-from services.common.errors import NotFound
-from services.usage.account_service import authorization_of
-from services.usage.account_wire import stamp, time_field
-from services.usage.admin_keys import AdminKeys
-from services.usage.ledger import RowFilter, StoredRow, find_row, last_row_id, read_rows
+from services.common.errors import InvalidRequest, NotFound
+from services.usage.account_service import CallContext, authorization_of
+from services.usage.account_wire import time_field
+from services.usage.admin_keys import AdminKeys, Caller
+from services.usage.days import Days
+from services.usage.exports import decode_cursor, encode_cursor, export_pages, ledger_row, subject_of
+from services.usage.ledger import find_row, last_row_id
+from services.usage.queries import Group, query_usage
+from services.usage.seals import RowDigests, Seal, Signer
+from services.usage.selection import Selection
 from services.usage.store import Store
-
-PAGE_ROWS = 500
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
     """Reading makes no usage. Administrators see every tenant, a key of scope `usage:read` its own."""
 
-    def __init__(self, store: Store, admins: AdminKeys) -> None:
+    def __init__(self, store: Store, admins: AdminKeys, signer: Signer, days: Days) -> None:
         self._store = store
         self._admins = admins
+        self._signer = signer
+        self._days = days
 
     async def ExportUsage(
-        self, request: usage_service_pb2.ExportUsageRequest, context: Context
-    ) -> AsyncIterator[usage_service_pb2.ExportUsageResponse]:
-        """Rows after the cursor up to the newest at the start, a page a message and a short transaction each."""
+        self, request: pb.ExportUsageRequest, context: CallContext
+    ) -> AsyncIterator[pb.ExportUsageResponse]:
+        """Rows after the cursor up to the newest at the start, a page a message; the last message is the seal."""
         caller = await self._admins.reader(authorization_of(context))
-        wanted = RowFilter(
-            tenant=caller.tenant or request.tenant,
-            after_row_id=request.after_row_id,
-            last_row_id=await self._store.read(last_row_id),
-            start=time_field(request, "start_time"),
-            end=time_field(request, "end_time"),
-        )
-        while rows := await self._store.read(functools.partial(read_rows, wanted=wanted, limit=PAGE_ROWS)):
-            yield usage_service_pb2.ExportUsageResponse(rows=[_ledger_row(row) for row in rows])
-            wanted = dataclasses.replace(wanted, after_row_id=rows[-1].row_id)
+        chosen = _selection(request, caller)
+        after = decode_cursor(request.cursor, chosen) if request.cursor else request.after_row_id
+        last = max(after, await self._store.read(last_row_id))
+        rows = RowDigests()
+        async for page in export_pages(self._store, chosen, after, last):
+            for row, digest in page:
+                rows.add(row.row_id, digest)
+            yield pb.ExportUsageResponse(
+                rows=[row for row, _ in page],
+                digests=[digest for _, digest in page],
+                cursor=encode_cursor(page[-1][0].row_id, chosen),
+                last_row_id=last,
+            )
+        seal = self._signer.sign(Seal(subject_of(chosen), after, last, rows.row_count, rows.digest))
+        yield pb.ExportUsageResponse(cursor=encode_cursor(last, chosen), last_row_id=last, seal=_seal(seal))
 
-    async def GetUsage(
-        self, request: usage_service_pb2.GetUsageRequest, context: Context
-    ) -> usage_service_pb2.GetUsageResponse:
+    async def GetUsage(self, request: pb.GetUsageRequest, context: CallContext) -> pb.GetUsageResponse:
         """One row by request id. Raises NotFound."""
         caller = await self._admins.reader(authorization_of(context))
         tenant = caller.tenant or request.tenant
         row = await self._store.read(lambda connection: find_row(connection, request.request_id, tenant))
         if row is None:
             raise NotFound("There is no ledger row for this request yet.", param="request_id")
-        return usage_service_pb2.GetUsageResponse(row=_ledger_row(row))
+        return pb.GetUsageResponse(row=ledger_row(row))
+
+    async def QueryUsage(self, request: pb.QueryUsageRequest, context: CallContext) -> pb.QueryUsageResponse:
+        """Raises InvalidRequest."""
+        caller = await self._admins.reader(authorization_of(context))
+        work = functools.partial(query_usage, chosen=_selection(request, caller), group_by=list(request.group_by))
+        return pb.QueryUsageResponse(groups=[_group(group) for group in await self._store.read(work)])
+
+    async def VerifyDay(self, request: pb.VerifyDayRequest, context: CallContext) -> pb.VerifyDayResponse:
+        """Reads every row of the day. Raises InvalidRequest, NotFound."""
+        await self._admins.administrator(authorization_of(context))
+        try:
+            day = date.fromisoformat(request.day)
+        except ValueError:
+            raise InvalidRequest("A day is written as 2026-03-01.", param="day") from None
+        seal, finding = await self._days.verify(day)
+        answer = pb.VerifyDayResponse(seal=_seal(seal))
+        if finding is not None:
+            answer.finding = finding.text
+            if finding.row_id is not None:
+                answer.row_id = finding.row_id
+        return answer
 
 
-def _ledger_row(row: StoredRow) -> usage_service_pb2.LedgerRow:
-    return usage_service_pb2.LedgerRow(
-        row_id=row.row_id,
-        event=usage_event_pb2.UsageEvent.FromString(row.event),
-        insert_time=stamp(row.insert_time),
+def _selection(request: pb.ExportUsageRequest | pb.QueryUsageRequest, caller: Caller) -> Selection:
+    return Selection(
+        tenant=caller.tenant or request.tenant,
+        project=request.project,
+        key_id=request.key_id,
+        model=request.model,
+        version=request.version,
+        tags=dict(request.metadata),
+        start=time_field(request, "start_time"),
+        end=time_field(request, "end_time"),
+    )
+
+
+def _group(group: Group) -> pb.UsageGroup:
+    prompt, cached, completion, reasoning = group.billed.counts
+    return pb.UsageGroup(
+        keys=group.keys,
+        request_count=group.request_count,
+        billed=pb.TokenSums(
+            prompt_token_count=prompt,
+            cached_token_count=cached,
+            completion_token_count=completion,
+            reasoning_token_count=reasoning,
+        ),
+        costs=[
+            pb.Cost(
+                currency=currency,
+                prompt_micros=amounts.prompt,
+                cached_micros=amounts.cached,
+                completion_micros=amounts.completion,
+                reasoning_micros=amounts.reasoning,
+            )
+            for currency, amounts in sorted(group.costs.items())
+        ],
+    )
+
+
+def _seal(seal: Seal) -> pb.Seal:
+    return pb.Seal(
+        subject=seal.subject,
+        after_row_id=seal.after_row_id,
+        last_row_id=seal.last_row_id,
+        row_count=seal.row_count,
+        digest=seal.digest,
+        previous=seal.previous,
+        public_key=seal.public_key,
+        signature=seal.signature,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
+from pathlib import Path
 
 import grpc
 import structlog
@@ -29,19 +30,23 @@ from services.usage.admin_http import create_admin_app
 from services.usage.admin_keys import AdminKeys
 from services.usage.config import UsageConfig
 from services.usage.consumer import Consumer
+from services.usage.days import Days
 from services.usage.hot_copy import HotCopy
+from services.usage.price_service import PriceService
+from services.usage.rating import Rater
+from services.usage.seals import Signer, open_signer
 from services.usage.service import UsageService
 from services.usage.store import Store, open_store
 
-SERVICE_NAMES = ("millrace.usage.v1.UsageService", "millrace.usage.v1.AccountService")
 _SERVICES = usage_service_pb2.DESCRIPTOR.services_by_name.values()
+SERVICE_NAMES = tuple(service.full_name for service in _SERVICES)
 CALLERS = {method.name: (OPERATOR,) for service in _SERVICES for method in service.methods}
 
 
 class UsageApp:
     """One running usage service."""
 
-    def __init__(self, config: UsageConfig, store: Store, clock: Clock) -> None:
+    def __init__(self, config: UsageConfig, store: Store, signer: Signer, clock: Clock) -> None:
         self.metrics = Metrics()
         self._config = config
         self._store = store
@@ -53,6 +58,9 @@ class UsageApp:
         self.account_service = AccountService(self.accounts, self.admins, store)
         self._http: HttpServer | None = None
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
+        self.rater = Rater(store, clock)
+        self.days = Days(store, signer, clock)
+        self._signer = signer
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: GrpcServer | None = None
         self._metrics_server: MetricsServer | None = None
@@ -98,6 +106,8 @@ class UsageApp:
         self._http.start()
         self._spawn("consume", self.consumer.run())
         self._spawn("hot_copy", self.hot_copy.keep())
+        self._spawn("rate", self.rater.run())
+        self._spawn("seal_days", self.days.run())
         await self._server.set_serving(True)
         structlog.get_logger().info("usage_ready", address=self.address, admin_http_port=self.admin_port)
 
@@ -127,8 +137,9 @@ class UsageApp:
             await self.accounts.bootstrap(self._config.bootstrap_key)
 
     def _add(self, server: grpc.aio.Server) -> None:
-        usage = UsageService(self._store, self.admins)
-        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(usage, server)
+        reads = UsageService(self._store, self.admins, self._signer, self.days)
+        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(reads, server)
+        usage_service_pb2_grpc.add_PriceServiceServicer_to_server(PriceService(self.rater, self.admins), server)
         usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
@@ -143,4 +154,5 @@ class UsageApp:
 
 def build(config: UsageConfig, *, clock: Clock | None = None) -> UsageApp:
     """Open and migrate the database; a service that is ready to start. Blocks. Raises StartupError."""
-    return UsageApp(config, open_store(config.database_url), clock if clock is not None else SystemClock())
+    signer = open_signer(Path(config.data_dir))
+    return UsageApp(config, open_store(config.database_url), signer, clock if clock is not None else SystemClock())

@@ -42,7 +42,12 @@ async def four_services(redis_url: str, folder: Path) -> AsyncIterator[httpx.Asy
 async def running_services(redis_url: str, folder: Path) -> AsyncIterator[FourServices]:
     """As `four_services`, with the apps."""
     usage = usage_wiring.build(
-        UsageConfig(redis_url=redis_url, database_url=f"sqlite:///{folder / 'ledger.sqlite3'}", bootstrap_key=KEY)
+        UsageConfig(
+            redis_url=redis_url,
+            database_url=f"sqlite:///{folder / 'ledger.sqlite3'}",
+            data_dir=str(folder / "usage"),
+            bootstrap_key=KEY,
+        )
     )
     worker = await asyncio.to_thread(worker_wiring.build, WorkerConfig(redis_url=redis_url, model="echo"))
     router = router_wiring.build(RouterConfig(redis_url=redis_url))

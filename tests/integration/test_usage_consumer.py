@@ -227,6 +227,7 @@ def run_until_it_crashes(point: str, database_url: str, redis_url: str, folder: 
     settings = {
         "MILLRACE_REDIS_URL": redis_url,
         "MILLRACE_DATABASE_URL": database_url,
+        "MILLRACE_DATA_DIR": str(folder / "data"),
         "MILLRACE_GRPC_LISTEN": f"unix:{folder}/usage.sock",
         "MILLRACE_CRASH_AT": point,
         "MILLRACE_BATCH_SIZE": "5",

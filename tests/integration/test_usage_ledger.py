@@ -29,6 +29,7 @@ from services.usage.ledger import (
     read_rows,
 )
 from services.usage.rows import ROW_COLUMNS, row_values
+from services.usage.selection import Selection
 from services.usage.store import Store, open_store
 from tests.helpers.postgres import PostgresProcess, postgres_folder
 from tests.helpers.usage import START, insert, make_entry, make_event, reading
@@ -125,9 +126,9 @@ def test_rows_are_read_in_order_by_cursor_tenant_and_time(store: Store) -> None:
     assert ids(RowFilter(), limit=2) == [1, 2]
     assert ids(RowFilter(after_row_id=4)) == [5, 6]
     assert ids(RowFilter(last_row_id=2)) == [1, 2]
-    assert ids(RowFilter("b")) == [2, 4, 6]
-    assert ids(RowFilter(start=hours[1], end=hours[3])) == [2, 3]
-    assert ids(RowFilter("nobody")) == []
+    assert ids(RowFilter(Selection("b"))) == [2, 4, 6]
+    assert ids(RowFilter(Selection(start=hours[1], end=hours[3]))) == [2, 3]
+    assert ids(RowFilter(Selection("nobody"))) == []
 
 
 def test_a_row_is_found_by_its_id_for_its_tenant_only(store: Store) -> None:

@@ -41,10 +41,11 @@ POOL = Pool("echo")
 
 
 @pytest.fixture
-async def app(store: Store, database_url: str, redis_server: RedisProcess) -> AsyncIterator[UsageApp]:
+async def app(store: Store, database_url: str, redis_server: RedisProcess, tmp_path: Path) -> AsyncIterator[UsageApp]:
     config = UsageConfig(
         redis_url=redis_server.url,
         database_url=database_url,
+        data_dir=str(tmp_path / "data"),
         admin_token=TOKEN,
         bootstrap_key="mr_demo_" + "a1" * 16,
     )
@@ -303,7 +304,10 @@ async def test_with_a_token_configured_every_call_without_it_is_refused(
     tmp_path: Path, redis_server: RedisProcess
 ) -> None:
     config = UsageConfig(
-        redis_url=redis_server.url, database_url=f"sqlite:///{tmp_path}/usage.sqlite3", admin_token=TOKEN
+        redis_url=redis_server.url,
+        database_url=f"sqlite:///{tmp_path}/usage.sqlite3",
+        data_dir=str(tmp_path / "data"),
+        admin_token=TOKEN,
     )
     running = build(config)
     await running.start()
@@ -312,6 +316,7 @@ async def test_with_a_token_configured_every_call_without_it_is_refused(
             for stub, service in (
                 (pb_grpc.UsageServiceStub(channel), pb.DESCRIPTOR.services_by_name["UsageService"]),
                 (pb_grpc.AccountServiceStub(channel), pb.DESCRIPTOR.services_by_name["AccountService"]),
+                (pb_grpc.PriceServiceStub(channel), pb.DESCRIPTOR.services_by_name["PriceService"]),
             ):
                 for method in service.methods:
                     request = getattr(pb, method.input_type.name)()
@@ -344,6 +349,7 @@ def run_service(settings: dict[str, str], folder: Path) -> subprocess.CompletedP
         ({"MILLRACE_DATABASE_URL": "mysql://root:hunter2@db/x"}, "mysql"),
         ({"MILLRACE_DATABASE_URL": "sqlite:////proc/no/usage.db"}, "cannot be opened"),
         ({"MILLRACE_DATABASE_URL": "postgresql://u:hunter2@127.0.0.1:1/x"}, "cannot be opened"),
+        ({"MILLRACE_DATA_DIR": "/proc/no"}, "/proc/no"),
         ({"MILLRACE_BOOTSTRAP_KEY": "hunter2"}, "MILLRACE_BOOTSTRAP_KEY"),
         ({"MILLRACE_DATABSE_URL": "sqlite:///x"}, "MILLRACE_DATABASE_URL"),
         ({"MILLRACE_GRPC_LISTEN": "nowhere"}, "MILLRACE_GRPC_LISTEN"),
@@ -352,7 +358,10 @@ def run_service(settings: dict[str, str], folder: Path) -> subprocess.CompletedP
 def test_a_mistake_of_the_operator_is_one_sentence_and_exit_code_two(
     settings: dict[str, str], sentence: str, tmp_path: Path
 ) -> None:
-    base = {"MILLRACE_DATABASE_URL": f"sqlite:///{tmp_path}/usage.sqlite3"}
+    base = {
+        "MILLRACE_DATABASE_URL": f"sqlite:///{tmp_path}/usage.sqlite3",
+        "MILLRACE_DATA_DIR": str(tmp_path / "data"),
+    }
 
     done = run_service(base | settings, tmp_path)
 
@@ -383,6 +392,7 @@ def test_the_process_and_the_commands_from_key_to_export(
     settings = {
         "MILLRACE_REDIS_URL": redis_backend.new_url(),
         "MILLRACE_DATABASE_URL": new_postgres_url(),  # type: ignore[operator]
+        "MILLRACE_DATA_DIR": str(tmp_path / "data"),
         "MILLRACE_GRPC_LISTEN": address,
         "MILLRACE_ADMIN_TOKEN": TOKEN,
     }

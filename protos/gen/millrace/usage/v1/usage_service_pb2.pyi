@@ -27,18 +27,55 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class ExportUsageRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TENANT_FIELD_NUMBER: _builtins.int
     AFTER_ROW_ID_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Empty means every tenant."""
     after_row_id: _builtins.int
     """Rows after this cursor; 0 from the start."""
+    project: _builtins.str
+    """Empty means any, here and below."""
+    key_id: _builtins.str
+    model: _builtins.str
+    version: _builtins.str
+    cursor: _builtins.str
+    """Goes on where an earlier export of the same selection ended; takes the place of after_row_id."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Each tag must have this value."""
+
     def __init__(
         self,
         *,
@@ -46,10 +83,16 @@ class ExportUsageRequest(_message.Message):
         after_row_id: _builtins.int = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        project: _builtins.str = ...,
+        key_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        cursor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_row_id", b"after_row_id", "end_time", b"end_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_row_id", b"after_row_id", "cursor", b"cursor", "end_time", b"end_time", "key_id", b"key_id", "metadata", b"metadata", "model", b"model", "project", b"project", "start_time", b"start_time", "tenant", b"tenant", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -87,20 +130,533 @@ class ExportUsageResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    LAST_ROW_ID_FIELD_NUMBER: _builtins.int
+    SEAL_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """Where a later export goes on after these rows."""
+    last_row_id: _builtins.int
+    """The newest row at the start: how far this export goes."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerRow]: ...
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One a row: of its exported record, as docs/billing.md says."""
+
+    @_builtins.property
+    def seal(self) -> Global___Seal:
+        """Only in the last message, which has no rows."""
+
     def __init__(
         self,
         *,
         rows: _abc.Iterable[Global___LedgerRow] | None = ...,
+        cursor: _builtins.str = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        last_row_id: _builtins.int = ...,
+        seal: Global___Seal | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "digests", b"digests", "last_row_id", b"last_row_id", "rows", b"rows", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExportUsageResponse: _TypeAlias = ExportUsageResponse  # noqa: Y015
+
+@_typing.final
+class Seal(_message.Message):
+    """Seal is a signed statement about a run of rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    AFTER_ROW_ID_FIELD_NUMBER: _builtins.int
+    LAST_ROW_ID_FIELD_NUMBER: _builtins.int
+    ROW_COUNT_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    """`export` or `day <date>`, and what it selects."""
+    after_row_id: _builtins.int
+    last_row_id: _builtins.int
+    row_count: _builtins.int
+    digest: _builtins.bytes
+    """SHA-256 over the digests of the rows, with their ids."""
+    previous: _builtins.bytes
+    """SHA-256 of the seal before this one; empty for the first and for exports."""
+    public_key: _builtins.bytes
+    """Ed25519."""
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+        after_row_id: _builtins.int = ...,
+        last_row_id: _builtins.int = ...,
+        row_count: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+        previous: _builtins.bytes = ...,
+        public_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_row_id", b"after_row_id", "digest", b"digest", "last_row_id", b"last_row_id", "previous", b"previous", "public_key", b"public_key", "row_count", b"row_count", "signature", b"signature", "subject", b"subject"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Seal: _TypeAlias = Seal  # noqa: Y015
+
+@_typing.final
+class QueryUsageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    KEY_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    GROUP_BY_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    project: _builtins.str
+    key_id: _builtins.str
+    model: _builtins.str
+    version: _builtins.str
+    @_builtins.property
+    def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def group_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """tenant, project, key, model, version, day, hour or metadata.<tag>; none gives one sum."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        project: _builtins.str = ...,
+        key_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        group_by: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "group_by", b"group_by", "key_id", b"key_id", "metadata", b"metadata", "model", b"model", "project", b"project", "start_time", b"start_time", "tenant", b"tenant", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryUsageRequest: _TypeAlias = QueryUsageRequest  # noqa: Y015
+
+@_typing.final
+class TokenSums(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REASONING_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    prompt_token_count: _builtins.int
+    cached_token_count: _builtins.int
+    completion_token_count: _builtins.int
+    reasoning_token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        prompt_token_count: _builtins.int = ...,
+        cached_token_count: _builtins.int = ...,
+        completion_token_count: _builtins.int = ...,
+        reasoning_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "completion_token_count", b"completion_token_count", "prompt_token_count", b"prompt_token_count", "reasoning_token_count", b"reasoning_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSums: _TypeAlias = TokenSums  # noqa: Y015
+
+@_typing.final
+class Cost(_message.Message):
+    """Cost is in micro-units: 1,000,000 are one unit of the currency."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    PROMPT_MICROS_FIELD_NUMBER: _builtins.int
+    CACHED_MICROS_FIELD_NUMBER: _builtins.int
+    COMPLETION_MICROS_FIELD_NUMBER: _builtins.int
+    REASONING_MICROS_FIELD_NUMBER: _builtins.int
+    currency: _builtins.str
+    prompt_micros: _builtins.int
+    cached_micros: _builtins.int
+    completion_micros: _builtins.int
+    reasoning_micros: _builtins.int
+    def __init__(
+        self,
+        *,
+        currency: _builtins.str = ...,
+        prompt_micros: _builtins.int = ...,
+        cached_micros: _builtins.int = ...,
+        completion_micros: _builtins.int = ...,
+        reasoning_micros: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_micros", b"cached_micros", "completion_micros", b"completion_micros", "currency", b"currency", "prompt_micros", b"prompt_micros", "reasoning_micros", b"reasoning_micros"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cost: _TypeAlias = Cost  # noqa: Y015
+
+@_typing.final
+class UsageGroup(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    BILLED_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    request_count: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the order of group_by."""
+
+    @_builtins.property
+    def billed(self) -> Global___TokenSums: ...
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cost]:
+        """What is rated so far, by currency."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+        request_count: _builtins.int = ...,
+        billed: Global___TokenSums | None = ...,
+        costs: _abc.Iterable[Global___Cost] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billed", b"billed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed", b"billed", "costs", b"costs", "keys", b"keys", "request_count", b"request_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UsageGroup: _TypeAlias = UsageGroup  # noqa: Y015
+
+@_typing.final
+class QueryUsageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___UsageGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___UsageGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryUsageResponse: _TypeAlias = QueryUsageResponse  # noqa: Y015
+
+@_typing.final
+class VerifyDayRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DAY_FIELD_NUMBER: _builtins.int
+    day: _builtins.str
+    """UTC, as 2026-03-01."""
+    def __init__(
+        self,
+        *,
+        day: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["day", b"day"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyDayRequest: _TypeAlias = VerifyDayRequest  # noqa: Y015
+
+@_typing.final
+class VerifyDayResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINDING_FIELD_NUMBER: _builtins.int
+    ROW_ID_FIELD_NUMBER: _builtins.int
+    SEAL_FIELD_NUMBER: _builtins.int
+    finding: _builtins.str
+    """Empty when every row is as it was sealed."""
+    row_id: _builtins.int
+    """The first row that is altered or missing, absent where none can be named."""
+    @_builtins.property
+    def seal(self) -> Global___Seal: ...
+    def __init__(
+        self,
+        *,
+        finding: _builtins.str = ...,
+        row_id: _builtins.int | None = ...,
+        seal: Global___Seal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_row_id", b"_row_id", "row_id", b"row_id", "seal", b"seal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_row_id", b"_row_id", "finding", b"finding", "row_id", b"row_id", "seal", b"seal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__row_id: _TypeAlias = _typing.Literal["row_id"]  # noqa: Y015
+    _WhichOneofArgType__row_id: _TypeAlias = _typing.Literal["_row_id", b"_row_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__row_id) -> _WhichOneofReturnType__row_id | None: ...
+
+Global___VerifyDayResponse: _TypeAlias = VerifyDayResponse  # noqa: Y015
+
+@_typing.final
+class Price(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRICE_ID_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PRIORITY_CLASS_FIELD_NUMBER: _builtins.int
+    TOKEN_KIND_FIELD_NUMBER: _builtins.int
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    MICROS_PER_MILLION_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    price_id: _builtins.int
+    plan: _builtins.str
+    """Empty means every plan, version and class."""
+    model: _builtins.str
+    version: _builtins.str
+    priority_class: _builtins.str
+    token_kind: _builtins.str
+    """prompt, cached, completion or reasoning."""
+    currency: _builtins.str
+    """ISO 4217."""
+    micros_per_million: _builtins.int
+    """Micro-units of the currency a million tokens."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        price_id: _builtins.int = ...,
+        plan: _builtins.str = ...,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        priority_class: _builtins.str = ...,
+        token_kind: _builtins.str = ...,
+        currency: _builtins.str = ...,
+        micros_per_million: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["currency", b"currency", "end_time", b"end_time", "micros_per_million", b"micros_per_million", "model", b"model", "plan", b"plan", "price_id", b"price_id", "priority_class", b"priority_class", "start_time", b"start_time", "token_kind", b"token_kind", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Price: _TypeAlias = Price  # noqa: Y015
+
+@_typing.final
+class SetPricesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Price]: ...
+    def __init__(
+        self,
+        *,
+        prices: _abc.Iterable[Global___Price] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prices", b"prices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPricesRequest: _TypeAlias = SetPricesRequest  # noqa: Y015
+
+@_typing.final
+class SetPricesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Price]: ...
+    def __init__(
+        self,
+        *,
+        prices: _abc.Iterable[Global___Price] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prices", b"prices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPricesResponse: _TypeAlias = SetPricesResponse  # noqa: Y015
+
+@_typing.final
+class ListPricesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPricesRequest: _TypeAlias = ListPricesRequest  # noqa: Y015
+
+@_typing.final
+class ListPricesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRICES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Price]: ...
+    def __init__(
+        self,
+        *,
+        prices: _abc.Iterable[Global___Price] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prices", b"prices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPricesResponse: _TypeAlias = ListPricesResponse  # noqa: Y015
+
+@_typing.final
+class SetPlanRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    plan: _builtins.str
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        plan: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPlanRequest: _TypeAlias = SetPlanRequest  # noqa: Y015
+
+@_typing.final
+class SetPlanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPlanResponse: _TypeAlias = SetPlanResponse  # noqa: Y015
+
+@_typing.final
+class RateAgainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RateAgainRequest: _TypeAlias = RateAgainRequest  # noqa: Y015
+
+@_typing.final
+class RateAgainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_ROW_COUNT_FIELD_NUMBER: _builtins.int
+    changed_row_count: _builtins.int
+    """Rows that now cost something else."""
+    def __init__(
+        self,
+        *,
+        changed_row_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_row_count", b"changed_row_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RateAgainResponse: _TypeAlias = RateAgainResponse  # noqa: Y015
 
 @_typing.final
 class GetUsageRequest(_message.Message):

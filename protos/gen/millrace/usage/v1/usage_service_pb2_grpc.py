@@ -44,6 +44,16 @@ class UsageServiceStub:
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.GetUsageRequest.SerializeToString,
                 response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.GetUsageResponse.FromString,
                 _registered_method=True)
+        self.QueryUsage = channel.unary_unary(
+                '/millrace.usage.v1.UsageService/QueryUsage',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageResponse.FromString,
+                _registered_method=True)
+        self.VerifyDay = channel.unary_unary(
+                '/millrace.usage.v1.UsageService/VerifyDay',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayResponse.FromString,
+                _registered_method=True)
 
 
 class UsageServiceServicer:
@@ -63,6 +73,20 @@ class UsageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def QueryUsage(self, request, context):
+        """Sums by the groups asked for, with what they cost.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyDay(self, request, context):
+        """Recomputes a sealed day from its rows and names the first one that is altered or missing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_UsageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +99,16 @@ def add_UsageServiceServicer_to_server(servicer, server):
                     servicer.GetUsage,
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.GetUsageRequest.FromString,
                     response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.GetUsageResponse.SerializeToString,
+            ),
+            'QueryUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.QueryUsage,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageResponse.SerializeToString,
+            ),
+            'VerifyDay': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyDay,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +165,265 @@ class UsageService:
             '/millrace.usage.v1.UsageService/GetUsage',
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.GetUsageRequest.SerializeToString,
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.GetUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.UsageService/QueryUsage',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyDay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.UsageService/VerifyDay',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class PriceServiceStub:
+    """PriceService sets what tokens cost. Nothing set is ever edited: a later price or rating stands beside it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SetPrices = channel.unary_unary(
+                '/millrace.usage.v1.PriceService/SetPrices',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPricesRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPricesResponse.FromString,
+                _registered_method=True)
+        self.ListPrices = channel.unary_unary(
+                '/millrace.usage.v1.PriceService/ListPrices',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListPricesRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListPricesResponse.FromString,
+                _registered_method=True)
+        self.SetPlan = channel.unary_unary(
+                '/millrace.usage.v1.PriceService/SetPlan',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPlanRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPlanResponse.FromString,
+                _registered_method=True)
+        self.RateAgain = channel.unary_unary(
+                '/millrace.usage.v1.PriceService/RateAgain',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RateAgainRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RateAgainResponse.FromString,
+                _registered_method=True)
+
+
+class PriceServiceServicer:
+    """PriceService sets what tokens cost. Nothing set is ever edited: a later price or rating stands beside it.
+    """
+
+    def SetPrices(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPrices(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPlan(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RateAgain(self, request, context):
+        """Rates rows again by the prices set now; the differences become ratings of their own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PriceServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SetPrices': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPrices,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPricesRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPricesResponse.SerializeToString,
+            ),
+            'ListPrices': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrices,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListPricesRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListPricesResponse.SerializeToString,
+            ),
+            'SetPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPlan,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPlanRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPlanResponse.SerializeToString,
+            ),
+            'RateAgain': grpc.unary_unary_rpc_method_handler(
+                    servicer.RateAgain,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RateAgainRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.RateAgainResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'millrace.usage.v1.PriceService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('millrace.usage.v1.PriceService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PriceService:
+    """PriceService sets what tokens cost. Nothing set is ever edited: a later price or rating stands beside it.
+    """
+
+    @staticmethod
+    def SetPrices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.PriceService/SetPrices',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPricesRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPricesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrices(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.PriceService/ListPrices',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListPricesRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListPricesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.PriceService/SetPlan',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPlanRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.SetPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RateAgain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.PriceService/RateAgain',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.RateAgainRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.RateAgainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,10 @@ class UsageServiceStub:
     """Ledger rows in the order of their insertion, streamed."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.GetUsageRequest, _usage_service_pb2.GetUsageResponse]
     """One row, NOT_FOUND until it is in the ledger."""
+    QueryUsage: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.QueryUsageRequest, _usage_service_pb2.QueryUsageResponse]
+    """Sums by the groups asked for, with what they cost."""
+    VerifyDay: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.VerifyDayRequest, _usage_service_pb2.VerifyDayResponse]
+    """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
 
 @_typing.type_check_only
 class UsageServiceAsyncStub(UsageServiceStub):
@@ -43,6 +47,10 @@ class UsageServiceAsyncStub(UsageServiceStub):
     """Ledger rows in the order of their insertion, streamed."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.GetUsageRequest, _usage_service_pb2.GetUsageResponse]  # type: ignore[assignment]
     """One row, NOT_FOUND until it is in the ledger."""
+    QueryUsage: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.QueryUsageRequest, _usage_service_pb2.QueryUsageResponse]  # type: ignore[assignment]
+    """Sums by the groups asked for, with what they cost."""
+    VerifyDay: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.VerifyDayRequest, _usage_service_pb2.VerifyDayResponse]  # type: ignore[assignment]
+    """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
 
 class UsageServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -61,7 +69,81 @@ class UsageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_usage_service_pb2.GetUsageResponse, _abc.Awaitable[_usage_service_pb2.GetUsageResponse]]:
         """One row, NOT_FOUND until it is in the ledger."""
 
+    @_abc_1.abstractmethod
+    def QueryUsage(
+        self,
+        request: _usage_service_pb2.QueryUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.QueryUsageResponse, _abc.Awaitable[_usage_service_pb2.QueryUsageResponse]]:
+        """Sums by the groups asked for, with what they cost."""
+
+    @_abc_1.abstractmethod
+    def VerifyDay(
+        self,
+        request: _usage_service_pb2.VerifyDayRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.VerifyDayResponse, _abc.Awaitable[_usage_service_pb2.VerifyDayResponse]]:
+        """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
+
 def add_UsageServiceServicer_to_server(servicer: UsageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class PriceServiceStub:
+    """PriceService sets what tokens cost. Nothing set is ever edited: a later price or rating stands beside it."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> PriceServiceAsyncStub: ...
+    SetPrices: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.SetPricesRequest, _usage_service_pb2.SetPricesResponse]
+    ListPrices: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListPricesRequest, _usage_service_pb2.ListPricesResponse]
+    SetPlan: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.SetPlanRequest, _usage_service_pb2.SetPlanResponse]
+    RateAgain: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.RateAgainRequest, _usage_service_pb2.RateAgainResponse]
+    """Rates rows again by the prices set now; the differences become ratings of their own."""
+
+@_typing.type_check_only
+class PriceServiceAsyncStub(PriceServiceStub):
+    """PriceService sets what tokens cost. Nothing set is ever edited: a later price or rating stands beside it."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    SetPrices: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.SetPricesRequest, _usage_service_pb2.SetPricesResponse]  # type: ignore[assignment]
+    ListPrices: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListPricesRequest, _usage_service_pb2.ListPricesResponse]  # type: ignore[assignment]
+    SetPlan: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.SetPlanRequest, _usage_service_pb2.SetPlanResponse]  # type: ignore[assignment]
+    RateAgain: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.RateAgainRequest, _usage_service_pb2.RateAgainResponse]  # type: ignore[assignment]
+    """Rates rows again by the prices set now; the differences become ratings of their own."""
+
+class PriceServiceServicer(metaclass=_abc_1.ABCMeta):
+    """PriceService sets what tokens cost. Nothing set is ever edited: a later price or rating stands beside it."""
+
+    @_abc_1.abstractmethod
+    def SetPrices(
+        self,
+        request: _usage_service_pb2.SetPricesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.SetPricesResponse, _abc.Awaitable[_usage_service_pb2.SetPricesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListPrices(
+        self,
+        request: _usage_service_pb2.ListPricesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.ListPricesResponse, _abc.Awaitable[_usage_service_pb2.ListPricesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def SetPlan(
+        self,
+        request: _usage_service_pb2.SetPlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.SetPlanResponse, _abc.Awaitable[_usage_service_pb2.SetPlanResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def RateAgain(
+        self,
+        request: _usage_service_pb2.RateAgainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.RateAgainResponse, _abc.Awaitable[_usage_service_pb2.RateAgainResponse]]:
+        """Rates rows again by the prices set now; the differences become ratings of their own."""
+
+def add_PriceServiceServicer_to_server(servicer: PriceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AccountServiceStub:
     """AccountService administers tenants, projects and keys; administrators only. Truth is the usage database; Redis holds a
