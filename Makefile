@@ -62,6 +62,7 @@ docs: $(STAMP) ## Regenerate docs/{errors,metrics,configuration}.md
 bench: $(STAMP) ## Run the benchmarks; results in benchmarks/results
 	$(PY) -m benchmarks.scheduler
 	$(PY) -m benchmarks.ledger
+	$(PY) -m benchmarks.export
 
 clean: ## Remove caches
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

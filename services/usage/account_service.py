@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 from millrace.usage.v1 import usage_service_pb2 as pb
 from millrace.usage.v1 import usage_service_pb2_grpc
+from starlette.datastructures import Headers
 
 from services.common.errors import InvalidRequest
 from services.usage.account_wire import (
@@ -40,6 +41,17 @@ class CallContext(Protocol):
     """The part of a call's context that tells who calls."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+class HttpContext:
+    """The context of a call that came by HTTP."""
+
+    def __init__(self, headers: Headers) -> None:
+        self._sent = [("authorization", value) for value in headers.getlist("authorization")]
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """What came as the authorization header."""
+        return self._sent
 
 
 def authorization_of(context: CallContext) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import structlog
@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.common.errors import Internal, InvalidRequest, MillraceError, NotFound, PayloadTooLarge
-from services.usage.account_service import AccountService
+from services.usage.account_service import AccountService, HttpContext
 from services.usage.admin_keys import AdminKeys
 
 MAX_BODY_BYTES = 65_536
@@ -32,18 +32,8 @@ PREFIX = "/admin/v1"
 Call = Callable[[Any, Any], Awaitable[Message]]
 
 
-class _Headers:
-    """The context of a call that came by HTTP."""
-
-    def __init__(self, request: Request) -> None:
-        self._sent = [("authorization", value) for value in request.headers.getlist("authorization")]
-
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
-        return self._sent
-
-
-def create_admin_app(service: AccountService, admins: AdminKeys) -> Starlette:
-    """The ASGI application."""
+def create_admin_app(service: AccountService, admins: AdminKeys, others: Sequence[Route] = ()) -> Starlette:
+    """The ASGI application; `others` are routes that ask for a key themselves."""
     tenant, key, admin = f"{PREFIX}/tenants/{{tenant}}", f"{PREFIX}/keys/{{key_id}}", f"{PREFIX}/admin-keys"
     table: list[tuple[str, str, type[Message], Call]] = [
         ("POST", f"{PREFIX}/tenants", pb.CreateTenantRequest, service.CreateTenant),
@@ -77,7 +67,8 @@ def create_admin_app(service: AccountService, admins: AdminKeys) -> Starlette:
 
     routes = [Route(path, _endpoint(kind, call, admins), methods=[method]) for method, path, kind, call in table]
     return Starlette(
-        routes=routes, exception_handlers={404: missing, 405: missing, MillraceError: failed, Exception: failed}
+        routes=[*routes, *others],
+        exception_handlers={404: missing, 405: missing, MillraceError: failed, Exception: failed},
     )
 
 
@@ -89,7 +80,7 @@ def _endpoint(kind: type[Message], call: Call, admins: AdminKeys) -> Callable[[R
             message = json_format.ParseDict({**fields, **request.path_params}, kind())
         except json_format.ParseError as error:
             raise InvalidRequest(str(error).splitlines()[0]) from None
-        answer = await call(message, _Headers(request))
+        answer = await call(message, HttpContext(request.headers))
         return Response(
             json_format.MessageToJson(answer, preserving_proto_field_name=True), media_type="application/json"
         )

@@ -16,10 +16,9 @@ from services.common.errors import InvalidRequest
 from services.usage import schema
 from services.usage.events import Tokens
 from services.usage.prices import Amounts
-from services.usage.selection import Selection, tag_value
+from services.usage.selection import TAG, Selection, tag_value
 
 COLUMNS = {"tenant": "tenant", "project": "project", "key": "key_id", "model": "model", "version": "version"}
-TAG = "metadata."
 MAX_GROUPS = 50_000
 MAX_GROUP_BY = 8
 

@@ -12,6 +12,8 @@ from services.common.errors import InvalidRequest
 from services.usage import schema
 
 MAX_TAG_CHARS = 64
+# Leads the name of a tag among other names.
+TAG = "metadata."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

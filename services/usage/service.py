@@ -39,7 +39,7 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
         chosen = _selection(request, caller)
         after = decode_cursor(request.cursor, chosen) if request.cursor else request.after_row_id
         last = max(after, await self._store.read(last_row_id))
-        rows = RowDigests()
+        rows, next_cursor = RowDigests(), encode_cursor(last, chosen)
         async for page in export_pages(self._store, chosen, after, last):
             for row, digest in page:
                 rows.add(row.row_id, digest)
@@ -48,9 +48,10 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
                 digests=[digest for _, digest in page],
                 cursor=encode_cursor(page[-1][0].row_id, chosen),
                 last_row_id=last,
+                next_cursor=next_cursor,
             )
         seal = self._signer.sign(Seal(subject_of(chosen), after, last, rows.row_count, rows.digest))
-        yield pb.ExportUsageResponse(cursor=encode_cursor(last, chosen), last_row_id=last, seal=_seal(seal))
+        yield pb.ExportUsageResponse(cursor=next_cursor, last_row_id=last, seal=_seal(seal), next_cursor=next_cursor)
 
     async def GetUsage(self, request: pb.GetUsageRequest, context: CallContext) -> pb.GetUsageResponse:
         """One row by request id. Raises NotFound."""

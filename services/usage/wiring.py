@@ -37,6 +37,7 @@ from services.usage.rating import Rater
 from services.usage.seals import Signer, open_signer
 from services.usage.service import UsageService
 from services.usage.store import Store, open_store
+from services.usage.usage_http import usage_routes
 
 _SERVICES = usage_service_pb2.DESCRIPTOR.services_by_name.values()
 SERVICE_NAMES = tuple(service.full_name for service in _SERVICES)
@@ -60,7 +61,7 @@ class UsageApp:
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self.rater = Rater(store, clock)
         self.days = Days(store, signer, clock)
-        self._signer = signer
+        self.usage_service = UsageService(store, self.admins, signer, self.days)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: GrpcServer | None = None
         self._metrics_server: MetricsServer | None = None
@@ -95,7 +96,8 @@ class UsageApp:
             except OSError as error:
                 raise StartupError(f"The address {listen} cannot be bound: is the port taken?") from error
             self._http = HttpServer(
-                create_admin_app(self.account_service, self.admins), open_socket(self._config.admin_http_listen)
+                create_admin_app(self.account_service, self.admins, usage_routes(self.usage_service)),
+                open_socket(self._config.admin_http_listen),
             )
             self._server = await start_server(
                 self._config.grpc_listen, self._add, service_names=SERVICE_NAMES, access=access(self._tls, CALLERS)
@@ -137,8 +139,7 @@ class UsageApp:
             await self.accounts.bootstrap(self._config.bootstrap_key)
 
     def _add(self, server: grpc.aio.Server) -> None:
-        reads = UsageService(self._store, self.admins, self._signer, self.days)
-        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(reads, server)
+        usage_service_pb2_grpc.add_UsageServiceServicer_to_server(self.usage_service, server)
         usage_service_pb2_grpc.add_PriceServiceServicer_to_server(PriceService(self.rater, self.admins), server)
         usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
 

@@ -134,10 +134,13 @@ class ExportUsageResponse(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     LAST_ROW_ID_FIELD_NUMBER: _builtins.int
     SEAL_FIELD_NUMBER: _builtins.int
+    NEXT_CURSOR_FIELD_NUMBER: _builtins.int
     cursor: _builtins.str
     """Where a later export goes on after these rows."""
     last_row_id: _builtins.int
     """The newest row at the start: how far this export goes."""
+    next_cursor: _builtins.str
+    """Where a later export goes on once this one has come to its end."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerRow]: ...
     @_builtins.property
@@ -156,10 +159,11 @@ class ExportUsageResponse(_message.Message):
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
         last_row_id: _builtins.int = ...,
         seal: Global___Seal | None = ...,
+        next_cursor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["seal", b"seal"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "digests", b"digests", "last_row_id", b"last_row_id", "rows", b"rows", "seal", b"seal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "digests", b"digests", "last_row_id", b"last_row_id", "next_cursor", b"next_cursor", "rows", b"rows", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
