@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.common.clock import Clock, SystemClock
@@ -63,7 +63,7 @@ class FaultyTiers:
         if len(self.kept) % 2:
             self.in_memory.add(block.full_hash)
 
-    def locate(self, key: RequestKey, hashes: list[bytes]) -> list[Place]:
+    def locate(self, key: RequestKey, hashes: Sequence[bytes]) -> list[Place]:
         places: list[Place] = []
         for full_hash in hashes:
             if full_hash not in self.kept:
@@ -72,7 +72,7 @@ class FaultyTiers:
             places.append(Place(self.seconds, in_memory=is_near))
         return places
 
-    def fetch(self, key: RequestKey, hashes: list[bytes]) -> None:
+    def fetch(self, key: RequestKey, hashes: Sequence[bytes]) -> None:
         self.reading[key] = list(hashes)
 
     def is_fetching(self, key: RequestKey) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -104,7 +105,7 @@ SHAPES = st.builds(
     drafts=st.integers(0, 3),
     aging=st.sampled_from([0.01, 30.0]),
     bypass=st.integers(0, 3),
-    has_tiers=st.booleans(),
+    has_tiers=st.sampled_from([True, True, True, False]),
 )
 ARRIVALS = st.builds(
     Arrival,
@@ -205,6 +206,31 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 8), seconds=st.sampled_from([0.001, 0.02]))
     def step(self, count: int, seconds: float) -> None:
         self.rig.step(count, seconds=seconds)
+
+    @rule(number=st.integers(0, 99), between=st.integers(0, 12))
+    def come_back_after_a_crowd(self, number: int, between: int) -> None:
+        """A prompt as large as the pool pushes the cached blocks out; then an earlier prompt is asked again."""
+        if not self.requests:
+            return
+        earlier = list(self.requests.values())[number % len(self.requests)]
+        self.rig.step(between)
+        spec = self.rig.runner.spec
+        filling = prompt(spec.num_blocks * spec.block_size, seed=9, vocab_size=VOCAB_SIZE)
+        once = SamplingParams(max_tokens=1, seed=0)
+        self.repeat(dataclasses.replace(earlier, prompt_token_ids=filling, sampling=once, tenant="c", cache_salt=b""))
+        self.rig.step(between)
+        self.repeat(earlier)
+
+    def repeat(self, source: EngineRequest) -> None:
+        """The same as a new request of one choice, without a deadline."""
+        request_id = f"r{self.count}"
+        self.count += 1
+        request = dataclasses.replace(
+            source, request_id=request_id, choices=fresh_choices(1), deadline=None, kv_role=KVRole.LOCAL
+        )
+        with contextlib.suppress(NeverFitsError):
+            self.rig.add(request)
+            self.expected[RequestKey(request_id, 0, 1)] = 0
 
     @rule()
     def finish_reads(self) -> None:
