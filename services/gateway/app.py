@@ -97,7 +97,7 @@ def _client_id(scope: Scope) -> list[tuple[bytes, bytes]]:
 def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]) -> ASGIApp:
     """The ASGI application."""
     directory = parts.directory
-    validator = Validator(directory, parts.renderer)
+    validator = Validator(directory, parts.renderer, parts.grammars)
     models = ModelEndpoints(directory, int(parts.clock.wall()))
     limits = validator.limits
     text = TokenizeEndpoints(validator)

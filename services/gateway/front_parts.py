@@ -6,17 +6,19 @@ import dataclasses
 
 from services.common.clock import Clock
 from services.gateway.generation import Generator, KeyRing, ModelDirectory
+from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontParts:
-    """`renderer` and `answers` are started and closed by wiring."""
+    """`renderer`, `grammars` and `answers` are started and closed by wiring."""
 
     generator: Generator
     directory: ModelDirectory
     keyring: KeyRing
     clock: Clock
     renderer: TemplateRenderer
+    grammars: GrammarChecker
     answers: ResumableAnswers

@@ -47,7 +47,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         self._keyring = parts.keyring
         self._clock = parts.clock
         self._answers = parts.answers
-        self._validator = Validator(parts.directory, parts.renderer)
+        self._validator = Validator(parts.directory, parts.renderer, parts.grammars)
         self._embedder = Embedder(parts.generator, self._validator)
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -45,11 +45,3 @@ class Limits:
     timeout_s: float = 3_600.0
     # Text longer than this is tokenised in a thread.
     inline_encode_bytes: int = 8 * 1024
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Features:
-    """What the engines behind this gateway can do; what is off is refused with 400, never ignored."""
-
-    structured_output: bool = False
-    prompt_logprobs: bool = True

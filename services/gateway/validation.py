@@ -16,9 +16,10 @@ from services.common.admission_types import KeyRecord, LengthCap
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
 from services.gateway.chat_template import guarded_variables
 from services.gateway.generation import ModelDirectory, ServedModel, ValidRequest
-from services.gateway.limits import Features, Limits
+from services.gateway.grammar_checker import GrammarChecker
+from services.gateway.limits import Limits
 from services.gateway.reasoning import reasoning_settings
-from services.gateway.request_draft import ChatPrompt, Prompt, RequestDraft, SamplingDraft, TextPrompt
+from services.gateway.request_draft import ChatPrompt, GrammarDraft, Prompt, RequestDraft, SamplingDraft, TextPrompt
 from services.gateway.template_renderer import TemplateRenderer
 from services.gateway.tool_checks import check_conversation, check_tools
 from services.gateway.tool_grammar import with_tool_grammar
@@ -36,14 +37,14 @@ class Validator:
         self,
         directory: ModelDirectory,
         renderer: TemplateRenderer,
+        grammars: GrammarChecker,
         limits: Limits | None = None,
-        features: Features | None = None,
     ) -> None:
         self._directory = directory
         self._renderer = renderer
         self._tool_prompts = ToolPrompts(renderer)
+        self._grammars = grammars
         self.limits = limits if limits is not None else Limits()
-        self._features = features if features is not None else Features()
 
     async def validate(self, key: KeyRecord, draft: RequestDraft) -> ValidRequest:
         """Raises InvalidRequest, ContextLengthExceeded, Unsupported, ModelNotFound, NoWorker."""
@@ -55,9 +56,7 @@ class Validator:
             draft = with_tool_grammar(draft)
         _check_labels(draft, limits)
         _check_sampling(draft.sampling, limits, model.card.vocab_size)
-        if draft.sampling.grammar is not None and not self._features.structured_output:
-            field = draft.sampling.grammar.field
-            raise Unsupported(f"`{field}`: structured output is not supported by this model.", param=field)
+        await self._check_grammar(key, model, draft.sampling.grammar)
         timeout_s = limits.default_timeout_s if draft.timeout_s is None else draft.timeout_s
         if not 0 < timeout_s <= limits.timeout_s:
             raise InvalidRequest(f"`timeout_s` must be above 0 and at most {limits.timeout_s:g}.", param="timeout_s")
@@ -80,6 +79,14 @@ class Validator:
             reasoning=reasoning,
             starts_in_reasoning=reasoning is not None and reasoning.opened_by(prompt, model.tokenizer),
         )
+
+    async def _check_grammar(self, key: KeyRecord, model: ServedModel, grammar: GrammarDraft | None) -> None:
+        if grammar is None:
+            return
+        if not model.card.structured_output:
+            field = grammar.field
+            raise Unsupported(f"`{field}`: structured output is not supported by this model.", param=field)
+        await self._grammars.check(key.tenant, grammar, self.limits)
 
     def resolve(self, key: KeyRecord, name: str) -> ServedModel:
         """The model that the key may use. Raises ModelNotFound, NoWorker."""

@@ -16,6 +16,7 @@ from services.gateway.app import create_app
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
 from services.gateway.front_parts import FrontParts
+from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.peers import Peers
@@ -30,6 +31,7 @@ class GatewayApp:
         self.back = back
         self._config = config
         self._renderer = TemplateRenderer()
+        self._grammars = GrammarChecker()
         parts = back.parts
         self.answers = ResumableAnswers(
             IdempotencyStore(parts.redis), Peers(parts.store.list_gateways), parts.clock, instance=parts.instance
@@ -73,11 +75,20 @@ class GatewayApp:
         await self.answers.close()
         await self.back.stop()
         await self._renderer.close()
+        await self._grammars.close()
 
     async def _start(self) -> None:
         back, parts = self.back, self.back.parts
         opened = listen(self._config.http_listen)
-        front = FrontParts(back.generator, parts.directory, parts.keyring, parts.clock, self._renderer, self.answers)
+        front = FrontParts(
+            back.generator,
+            parts.directory,
+            parts.keyring,
+            parts.clock,
+            self._renderer,
+            self._grammars,
+            self.answers,
+        )
         app = create_app(front, metrics=parts.metrics, ready=back.ready)
         self._http = HttpServer(app, opened)
         try:

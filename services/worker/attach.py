@@ -18,7 +18,8 @@ from services.common.clock import Clock
 from services.common.errors import InvalidRequest
 from services.worker.attempt_records import AttemptRecorder
 from services.worker.engine.request import EngineRequest
-from services.worker.engine_loop import EngineLoop, LoopReport
+from services.worker.engine_loop import LoopReport
+from services.worker.grammar_gate import GrammarGate
 from services.worker.load_reporter import LoadBoard, wait_for
 from services.worker.requests import Abort, GatewayLink, RequestTable
 from services.worker.streams import Failure, RequestStream
@@ -49,7 +50,7 @@ class GatewayHub:
         *,
         worker_instance: str,
         table: RequestTable,
-        engine: EngineLoop,
+        engine: GrammarGate,
         board: LoadBoard,
         recorder: AttemptRecorder,
         terminals: TerminalWriter,

@@ -18,6 +18,7 @@ from services.worker.config import WorkerConfig, parse_name
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.engine.model_runner import ModelRunner, RunnerSpec
 from services.worker.engine.proposer import NgramProposer, Proposer
+from services.worker.grammar_gate import GrammarCompiler
 from services.worker.service import ServedModel
 
 ECHO = "echo"
@@ -29,12 +30,16 @@ ECHO_LONG_SEQUENCES = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner ready for its first step, its card, what start-up says about memory, and who guesses tokens ahead."""
+    """A runner ready for its first step, its card, what start-up says about memory, and who guesses tokens ahead.
+
+    `grammars` None: the runner has no structured output, and the card says so.
+    """
 
     runner: ModelRunner
     served: ServedModel
     budget_text: str
     proposer: Proposer | None = None
+    grammars: GrammarCompiler | None = None
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
@@ -134,9 +139,16 @@ def _torch(config: WorkerConfig) -> LoadedModel:
         special_tokens=dict(facts.special_tokens),
         runner="torch",
         max_num_seqs=config.engine.max_num_seqs,
+        structured_output=loaded.grammars is not None,
     )
     _name(card, config, own_name=facts.model_name, model_digest=facts.model_digest, dtype=facts.dtype)
-    return LoadedModel(loaded.runner, ServedModel(card, facts.tokenizer_json), facts.budget_text, loaded.proposer)
+    return LoadedModel(
+        loaded.runner,
+        ServedModel(card, facts.tokenizer_json),
+        facts.budget_text,
+        proposer=loaded.proposer,
+        grammars=loaded.grammars,
+    )
 
 
 def _name(

@@ -30,6 +30,7 @@ from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine_loop import EngineLoop
+from services.worker.grammar_gate import GrammarGate
 from services.worker.load_reporter import LoadBoard, LoadMetrics, RegistryLease, WorkerIdentity
 from services.worker.model_source import LoadedModel, load_model
 from services.worker.requests import RequestTable
@@ -65,6 +66,7 @@ class WorkerParts:
     engine: EngineLoop
     table: RequestTable
     board: LoadBoard
+    gate: GrammarGate
     hub: GatewayHub
     terminals: TerminalWriter
     metrics: Metrics
@@ -138,6 +140,7 @@ class WorkerApp:
         for name in list(self._tasks):
             await self._end_task(name)
         parts.hub.close_sessions()
+        await parts.gate.close()
         if self._server is not None:
             await self._server.stop(0.5)
         if not await parts.engine.stop():
@@ -234,17 +237,19 @@ def build(
     table = RequestTable()
     tiers = _tiers(config, loaded, clock)
     engine = EngineLoop(_engine(config, loaded, tiers), clock=clock)
+    gate = GrammarGate(engine, loaded.grammars)
     board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
     terminals = TerminalWriter(store, clock)
     hub = GatewayHub(
         worker_instance=identity.instance,
         table=table,
-        engine=engine,
+        engine=gate,
         board=board,
         recorder=AttemptRecorder(metrics),
         terminals=terminals,
         clock=clock,
     )
+    gate.on_report = hub.on_report
     service = WorkerService(identity=identity, model=loaded.served, table=table, hub=hub, board=board, clock=clock)
     token_id = card.bos_token_id if card.HasField("bos_token_id") else min(card.eos_token_ids, default=0)
     parts = WorkerParts(
@@ -253,6 +258,7 @@ def build(
         engine,
         table,
         board,
+        gate,
         hub,
         terminals,
         metrics,

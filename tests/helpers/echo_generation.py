@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -27,6 +27,7 @@ from services.gateway.app import create_app
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest
+from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.peers import Peers
 from services.gateway.reasoning import reasoning_markers
@@ -270,9 +271,8 @@ class FakeKeyRing:
 class InlineRenderer(TemplateRenderer):
     """Renders in this process: for tests that look at other things than the child."""
 
-    async def _ask(self, request: bytes) -> dict[str, str]:
-        sent = json.loads(request)
-        return template_child.render(sent["source"], sent["variables"])
+    async def _ask(self, request: Mapping[str, Any]) -> dict[str, str]:
+        return template_child.answer(json.loads(json.dumps(request)))
 
 
 @dataclasses.dataclass
@@ -400,6 +400,7 @@ def front_parts(
         keyring if keyring is not None else FakeKeyRing(),
         clock,
         renderer if renderer is not None else InlineRenderer(),
+        GrammarChecker(),
         answers if answers is not None else resumable_answers(connect("unix:///none"), clock),
     )
 

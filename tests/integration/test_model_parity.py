@@ -110,7 +110,7 @@ def test_greedy_ids_equal_the_reference_in_a_mixed_batch_of_random_chunks(exact:
     assert [row.output for row in rows] == [expected for _, expected in CASES]
 
 
-def test_a_grammar_fails_its_row_alone_where_there_is_no_structured_output(exact: LoadedModel) -> None:
+def test_a_grammar_that_was_not_compiled_fails_its_row_alone(exact: LoadedModel) -> None:
     guided = dataclasses.replace(GREEDY, grammar=Grammar(GrammarKind.REGEX, "a+"))
     (row,) = rows_of([CASES[0][0]], GREEDY, 1, random.Random(1))
     tokens = np.array(row.tokens, dtype=np.int32)

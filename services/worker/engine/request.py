@@ -63,11 +63,15 @@ class GrammarKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grammar:
-    """A structured-output constraint; `text` is unused for JSON_OBJECT, `choices` only for CHOICE."""
+    """A structured-output constraint; `text` is unused for JSON_OBJECT, `choices` only for CHOICE.
+
+    `compiled` is what the runner runs, made before the engine gets the request: opaque here, and kept as long as it.
+    """
 
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
+    compiled: object | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -78,7 +78,9 @@ def apply(request: Request, row: ScheduledRequest, sampled: SampledRow) -> Engin
         if finish is not None:
             break
     request.num_computed_tokens += max(0, kept - 1)
-    if (sampled.grammar_ended or sampled.embedding) and finish is None:
+    complete = sampled.grammar_ended and kept == len(sampled.token_ids)
+    if complete or (sampled.embedding and finish is None):
+        # What a grammar completes at the very last token was not cut.
         finish = FinishReason.STOP
     prompt_logprobs = _fresh_prompt_logprobs(request, row, sampled) if sampled.prompt_logprobs else ()
     started = not request.started

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from services.common.grammar_source import GrammarError
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.kernels.cpu import CpuKernels, load_kernels
 from services.worker.kernels.cpu_build import KernelUnavailableError
@@ -25,6 +26,7 @@ from services.worker.models.safetensors_loader import load_folder
 from services.worker.runtime.choosing import Chooser, NumpyChooser
 from services.worker.runtime.draft_proposer import DraftModelProposer
 from services.worker.runtime.forward import Forward
+from services.worker.runtime.grammar import GrammarCompiler
 from services.worker.runtime.kv_store import KV_DTYPES, KVStore
 from services.worker.runtime.memory_budget import BudgetRequest, MemoryBudget, available_memory, plan_memory
 from services.worker.runtime.native_forward import NativeChooser, NativeForward, unsupported
@@ -104,11 +106,15 @@ class LoadedCard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A runner ready for its first step, the card that describes it, and its draft model if one was asked for."""
+    """A runner ready for its first step, its card, its draft model if asked for, and what makes grammars ready for it.
+
+    `grammars` None: the tokenizer cannot be held to a grammar.
+    """
 
     runner: TorchModelRunner
     card: LoadedCard
     proposer: DraftModelProposer | None = None
+    grammars: GrammarCompiler | None = None
 
 
 def load_runner(options: RunnerOptions) -> LoadedModel:
@@ -136,7 +142,18 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
         )
     )
     card = _card(checkpoint, budget, forward, dtype)
-    return LoadedModel(_runner(checkpoint, budget, forward, chooser, kv_dtype), card, draft)
+    runner = _runner(checkpoint, budget, forward, chooser, kv_dtype)
+    return LoadedModel(runner, card, draft, _grammars(checkpoint))
+
+
+def _grammars(checkpoint: Checkpoint) -> GrammarCompiler | None:
+    tokenizer = checkpoint.tokenizer
+    try:
+        return GrammarCompiler(
+            tokenizer.json, vocab_size=checkpoint.config.vocab_size, eos_token_ids=tokenizer.eos_token_ids
+        )
+    except GrammarError:
+        return None
 
 
 def _check(options: RunnerOptions) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from services.common.grammar_source import GrammarError
 from services.worker.engine.outputs import NewRequest, ScheduledRequest
-from services.worker.engine.request import RequestKey, SamplingParams
+from services.worker.engine.request import Grammar, RequestKey, SamplingParams, TokenArray
 from services.worker.runtime.forward import IntArray, StepInputs
+from services.worker.runtime.grammar import CompiledGrammar, GrammarPlace
 from services.worker.runtime.pooling import MeanPool
 
 
@@ -20,6 +22,7 @@ class RequestState:
     """Tokens and counts of one choice. `history` says that earlier tokens change its logits.
 
     `pool` gathers the embedding of a request for one.
+    `place` is where it is in its grammar, if it has one. `fault` says why it cannot run.
     """
 
     def __init__(self, request: NewRequest) -> None:
@@ -36,11 +39,26 @@ class RequestState:
             or sampling.presence_penalty != 0.0
             or sampling.bad_words
             or sampling.min_tokens > self.output_length
+            or sampling.grammar is not None
         )
+        self.place: GrammarPlace | None = None
+        self.fault: str | None = None
+        if sampling.grammar is not None:
+            self._enter(sampling.grammar, request.output_token_ids)
         self._output_counts: dict[int, int] = {}
         for token in request.output_token_ids.tolist():
             self._output_counts[token] = self._output_counts.get(token, 0) + 1
         self._prompt_ids: npt.NDArray[np.int64] = np.unique(request.prompt_token_ids).astype(np.int64)
+
+    def _enter(self, grammar: Grammar, output_token_ids: TokenArray) -> None:
+        """Take the place in the grammar that the known output leads to."""
+        if not isinstance(grammar.compiled, CompiledGrammar):
+            self.fault = "its grammar was not compiled"
+            return
+        try:
+            self.place = grammar.compiled.start(output_token_ids.tolist())
+        except GrammarError as error:
+            self.fault = f"structured output failed: {error}"
 
     @property
     def length(self) -> int:
@@ -67,11 +85,13 @@ class RequestState:
         return ids, np.fromiter(self._output_counts.values(), dtype=np.float32, count=size)
 
     def append(self, token: int) -> None:
-        """Remember a sampled token."""
+        """Remember a sampled token. Raises GrammarError when the grammar does not allow it."""
         if self._length == len(self._tokens):
             grown = np.empty(max(64, 2 * self._length), dtype=np.int32)
             grown[: self._length] = self._tokens
             self._tokens = grown
+        if self.place is not None:
+            self.place.accept(token)
         self._tokens[self._length] = token
         self._length += 1
         self._output_counts[token] = self._output_counts.get(token, 0) + 1

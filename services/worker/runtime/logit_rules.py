@@ -1,7 +1,8 @@
 """What a request's parameters do to its logits before a token is chosen: penalties, bias, bans.
 
 Pure functions on one row, in place. Called by the sampler.
-Order: repetition, frequency and presence penalties; then bias; then bans, which nothing can undo.
+Order: repetition, frequency and presence penalties; then bias; then bans. A grammar bans all that it does not allow;
+where the other bans leave nothing of what it allows, it wins.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def changes_logits(state: RequestState) -> bool:
 
 
 def adjust(logits: Row, state: RequestState, eos_token_ids: frozenset[int]) -> None:
-    """Apply every rule of `state.sampling` to `logits` (vocab,) in place."""
+    """Apply every rule of `state.sampling` to `logits` (vocab,) in place.
+
+    Raises GrammarError when the grammar allows no token here.
+    """
     sampling = state.sampling
     if sampling.repetition_penalty != 1.0:
         _repetition(logits, state)
@@ -33,10 +37,22 @@ def adjust(logits: Row, state: RequestState, eos_token_ids: frozenset[int]) -> N
             logits[ids] -= np.float32(sampling.frequency_penalty) * counts + np.float32(sampling.presence_penalty)
     for token, bias in sampling.logit_bias:
         logits[token] += np.float32(bias)
-    if sampling.bad_words:
+    if state.place is None:
+        _ban(logits, state, eos_token_ids)
+        return
+    allowed = state.place.mask()
+    unbanned = logits[allowed]
+    _ban(logits, state, eos_token_ids)
+    logits[~allowed] = -math.inf
+    if not np.isfinite(logits[allowed]).any():
+        logits[allowed] = unbanned
+
+
+def _ban(logits: Row, state: RequestState, eos_token_ids: frozenset[int]) -> None:
+    if state.sampling.bad_words:
         _ban_bad_words(logits, state)
-    if state.output_length < sampling.min_tokens:
-        _ban_ends(logits, sampling, eos_token_ids)
+    if state.output_length < state.sampling.min_tokens:
+        _ban_ends(logits, state.sampling, eos_token_ids)
 
 
 def _repetition(logits: Row, state: RequestState) -> None:

@@ -48,6 +48,10 @@ class Sampler:
         at = 0
         for index, row in enumerate(rows):
             first, at = at, at + 1 + len(row.drafts)
+            if _grammar_ended(row.state):
+                # A resume whose prefix was already the whole of it.
+                results[index] = SampledRow(grammar_ended=True)
+                continue
             if row.drafts and row.state.history:
                 results[index] = self._guarded(row, logits[first:at])
                 continue
@@ -97,11 +101,11 @@ class Sampler:
                 state.append(token)
                 if wanted is not None:
                     logprobs.append(token_logprobs(raw, token, wanted))
-                if point < len(row.drafts) and token != row.drafts[point]:
+                if _grammar_ended(state) or (point < len(row.drafts) and token != row.drafts[point]):
                     break
         except Exception as error:
             return _failed(error)
-        return SampledRow(tuple(tokens), tuple(logprobs))
+        return SampledRow(tuple(tokens), tuple(logprobs), grammar_ended=_grammar_ended(state))
 
 
 def draw_of(state: RequestState, position: int) -> Draw:
@@ -137,7 +141,11 @@ def _accept(
             break
     for token in tokens:
         row.state.append(token)
-    return SampledRow(tuple(tokens), tuple(logprobs))
+    return SampledRow(tuple(tokens), tuple(logprobs), grammar_ended=_grammar_ended(row.state))
+
+
+def _grammar_ended(state: RequestState) -> bool:
+    return state.place is not None and state.place.ended
 
 
 def _failed(error: Exception) -> SampledRow:

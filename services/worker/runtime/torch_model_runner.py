@@ -90,8 +90,8 @@ class TorchModelRunner:
         end = row.start + count
         if state is None:
             return "the runner does not know this request"
-        if state.sampling.grammar is not None:
-            return "this runner has no structured output"
+        if state.fault is not None:
+            return state.fault
         if count == 0 or row.start < 0 or end > self._spec.max_model_len:
             return f"positions {row.start} to {end} are outside the context of {self._spec.max_model_len}"
         if -(-end // self._spec.block_size) > len(row.block_table):

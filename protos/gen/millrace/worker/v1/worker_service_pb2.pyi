@@ -109,6 +109,7 @@ class ModelCard(_message.Message):
     SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     RUNNER_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """Longest prompt plus output, in tokens."""
     vocab_size: _builtins.int
@@ -128,6 +129,8 @@ class ModelCard(_message.Message):
     runner: _builtins.str
     """Name of the engine behind the card: "torch" or "fake"."""
     max_num_seqs: _builtins.int
+    structured_output: _builtins.bool
+    """Answers can be held to a grammar."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -155,10 +158,11 @@ class ModelCard(_message.Message):
         special_tokens: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         runner: _builtins.str = ...,
         max_num_seqs: _builtins.int = ...,
+        structured_output: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "add_bos", b"add_bos", "block_count", b"block_count", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "deterministic", b"deterministic", "eos_token_ids", b"eos_token_ids", "longest_token_byte_count", b"longest_token_byte_count", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "owner", b"owner", "runner", b"runner", "special_tokens", b"special_tokens", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "add_bos", b"add_bos", "block_count", b"block_count", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "chat_template", b"chat_template", "deterministic", b"deterministic", "eos_token_ids", b"eos_token_ids", "longest_token_byte_count", b"longest_token_byte_count", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "owner", b"owner", "runner", b"runner", "special_tokens", b"special_tokens", "structured_output", b"structured_output", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
