@@ -221,14 +221,7 @@ def build(
     clock = clock if clock is not None else SystemClock()
     loaded = model if model is not None else load_model(config)
     card = loaded.served.card
-    identity = WorkerIdentity(
-        instance=instance if instance is not None else new_instance_id("worker"),
-        model=card.model,
-        pool=Pool(card.model.model, config.pool),
-        max_num_seqs=card.max_num_seqs,
-        block_size=card.block_size,
-        block_count=card.block_count,
-    )
+    identity = _identity(config, loaded, instance if instance is not None else new_instance_id("worker"))
     redis = None
     if store is None:
         redis = connect(config.redis_url, load_tls(config.tls_dir))
@@ -272,6 +265,18 @@ def build(
     app = WorkerApp(parts)
     service.begin_drain = app.begin_drain
     return app
+
+
+def _identity(config: WorkerConfig, loaded: LoadedModel, instance: str) -> WorkerIdentity:
+    card = loaded.served.card
+    return WorkerIdentity(
+        instance=instance,
+        model=card.model,
+        pool=Pool(card.model.model, config.pool),
+        max_num_seqs=card.max_num_seqs,
+        block_size=card.block_size,
+        block_count=card.block_count,
+    )
 
 
 def _model_version(loaded: LoadedModel) -> str:
