@@ -15,7 +15,7 @@ import torch
 
 from services.worker.kernels.cpu_build import InstructionSet, KernelUnavailableError, build, instruction_sets
 
-ABI = 1
+ABI = 2
 LANES = 16
 GROUP = 32
 FORMAT_F32, FORMAT_Q4, FORMAT_Q8 = 0, 1, 2
@@ -33,6 +33,7 @@ class LinearStruct(ctypes.Structure):
         ("inputs", ctypes.c_int32),
         ("panels", ctypes.c_int32),
         ("data", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
     )
 
 
@@ -154,6 +155,10 @@ class CpuKernels:
         """Run the transformer over one step; raises MemoryError when scratch memory cannot be had."""
         _checked(self._library.mr_hidden(handle, self._pool, ctypes.byref(step)))
 
+    def calibrate(self, handle: int, step: StepStruct) -> None:
+        """Choose from this step which inputs each quantised product keeps in float. Before the first real step."""
+        _checked(self._library.mr_calibrate(handle, ctypes.byref(step)))
+
     def logits(self, handle: int, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """`hidden` (rows, width) and `out` (rows, vocab), both contiguous float32."""
         _checked(self._library.mr_logits(handle, self._pool, hidden.data_ptr(), len(hidden), out.data_ptr()))
@@ -192,6 +197,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "mr_model_new": (pointer, (pointer,)),
         "mr_model_free": (None, (pointer,)),
         "mr_hidden": (integer, (pointer, pointer, pointer)),
+        "mr_calibrate": (integer, (pointer, pointer)),
         "mr_logits": (integer, (pointer, pointer, pointer, integer, pointer)),
         "mr_choose": (integer, (pointer, pointer, integer, integer, pointer, pointer)),
         "mr_pack": (None, (integer, pointer, integer, integer, pointer)),

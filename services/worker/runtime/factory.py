@@ -23,6 +23,7 @@ from services.worker.models.gguf_loader import load_gguf
 from services.worker.models.model_config import ModelConfig
 from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
+from services.worker.runtime.calibration import sample_ids
 from services.worker.runtime.choosing import Chooser, NumpyChooser
 from services.worker.runtime.draft_proposer import DraftModelProposer
 from services.worker.runtime.forward import Forward
@@ -204,6 +205,8 @@ def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTen
         return TorchForward(tensors, max_model_len=length), NumpyChooser(), "float32"
     quantised = options.dtype == "int8"
     forward = NativeForward(kernels, tensors, max_model_len=length, quantised=quantised)
+    if quantised:
+        forward.calibrate(sample_ids(checkpoint.tokenizer.json, length))
     return forward, NativeChooser(kernels), "int8" if quantised else "float32"
 
 

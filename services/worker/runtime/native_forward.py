@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -70,8 +70,35 @@ class NativeForward:
     def deterministic(self) -> bool:
         return True
 
+    def calibrate(self, token_ids: Sequence[int]) -> None:
+        """Choose by a sample text which inputs the quantised products keep in float; without it they keep none."""
+        config = self._config
+        count = len(token_ids)
+        store = KVStore(
+            num_blocks=-(-count // BLOCK_SIZES[0]),
+            layers=config.layer_count,
+            kv_heads=config.kv_head_count,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZES[0],
+            dtype=torch.float32,
+        )
+        everything = np.arange(count, dtype=np.int32)
+        inputs = StepInputs(
+            token_ids=np.array(token_ids, dtype=np.int32),
+            positions=everything,
+            query_starts=np.array([0, count], dtype=np.int32),
+            block_tables=np.arange(store.num_blocks, dtype=np.int32)[None],
+            selected=everything,
+        )
+        self._step(inputs, store, self._kernels.calibrate)
+
     def hidden(self, inputs: StepInputs, store: KVStore) -> torch.Tensor:
         """See `Forward`."""
+        return self._step(inputs, store, self._kernels.hidden)
+
+    def _step(
+        self, inputs: StepInputs, store: KVStore, run: Callable[[int, cpu.StepStruct], None]
+    ) -> torch.Tensor:
         out = torch.empty((len(inputs.selected), self._config.hidden_size), dtype=torch.float32)
         tables = np.ascontiguousarray(inputs.block_tables)
         data = store.data
@@ -98,7 +125,7 @@ class NativeForward:
             ),
             output=out.data_ptr(),
         )
-        self._kernels.hidden(self._handle, step)
+        run(self._handle, step)
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -53,40 +53,41 @@ static inline float weigh(float* s, int valid, Softmax& state) {
     float shrink = state.top == -INFINITY ? 0.0f : (top == state.top ? 1.0f : exp1(state.top - top));
     state.sum = mul(state.sum, splat(shrink));
     for (int j = 0; j < valid; j += LANES) {
-        alignas(64) float p[LANES];
-        store(p, vexp(sub(load(s + j), splat(top))));
-        for (int i = 0; i < LANES; i++) s[j + i] = j + i < valid ? p[i] : 0.0f;
-        state.sum = add(state.sum, load(s + j));
+        V weights = vexp(sub(load(s + j), splat(top)));
+        store(s + j, weights);
+        for (int i = valid - j; i < LANES; i++) s[j + i] = 0.0f;
+        state.sum = add(state.sum, valid - j < LANES ? load(s + j) : weights);
     }
     state.top = top;
     return shrink;
 }
 
-template <typename T>
+// Adds `count` weighted values to MR rows (weights CHUNK apart, sums head_dim apart), WIDE vectors of the head at a time.
+template <typename T, int MR, int WIDE>
 static inline void add_values(const float* p, const T* values, int head_dim, int count, float* out) {
-    int d = 0;
-    for (; d + 64 <= head_dim; d += 64) {
-        V sums[4];
-        for (int w = 0; w < 4; w++) sums[w] = load(out + d + w * LANES);
+    for (int d = 0; d < head_dim; d += WIDE * LANES) {
+        V sums[MR][WIDE];
+        for (int r = 0; r < MR; r++)
+            for (int w = 0; w < WIDE; w++) sums[r][w] = load(out + (size_t)r * head_dim + d + w * LANES);
         for (int j = 0; j < count; j++) {
-            V weight = splat(p[j]);
-            for (int w = 0; w < 4; w++)
-                sums[w] = fma(weight, load_kv<T>(values + (size_t)j * head_dim + d + w * LANES), sums[w]);
+            V value[WIDE];
+            for (int w = 0; w < WIDE; w++) value[w] = load_kv<T>(values + (size_t)j * head_dim + d + w * LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) {
+                V weight = splat(p[r * CHUNK + j]);
+                for (int w = 0; w < WIDE; w++) sums[r][w] = fma(weight, value[w], sums[r][w]);
+            }
         }
-        for (int w = 0; w < 4; w++) store(out + d + w * LANES, sums[w]);
-    }
-    for (; d < head_dim; d += LANES) {
-        V sum = load(out + d);
-        for (int j = 0; j < count; j++) sum = fma(splat(p[j]), load_kv<T>(values + (size_t)j * head_dim + d), sum);
-        store(out + d, sum);
+        for (int r = 0; r < MR; r++)
+            for (int w = 0; w < WIDE; w++) store(out + (size_t)r * head_dim + d + w * LANES, sums[r][w]);
     }
 }
 
-#if defined(__AVX512F__)
-constexpr int QUERY_TILE = 12;
-#else
-constexpr int QUERY_TILE = 6;
-#endif
+constexpr int QUERY_TILE = 24;  // rows that share a pass over the cache
+constexpr int ROWS = 6;         // rows whose sums fit in registers
+
+// How many of the chunk's keys a row sees; below 1 for none.
+static inline int in_chunk(int limit, int first) { return limit - first + 1 < CHUNK ? limit - first + 1 : CHUNK; }
 
 // `count` <= QUERY_TILE query rows of one key/value head: row r is at q + r × head_dim of a packed tile, sees keys
 // up to and including position `limits[r]`, and writes to out[r].
@@ -111,25 +112,36 @@ static void attend(
             const T* block = (const T*)cache.data + (size_t)table[position / bs] * cache.block_stride + base;
             const T* keys = block + position % bs;
             int r = 0;
-            for (; r + QUERY_TILE <= count; r += QUERY_TILE)
-                scores16<T, QUERY_TILE>(q + (size_t)r * hd, hd, keys, bs, hd, scores + r * CHUNK + j);
+            for (; r + ROWS <= count; r += ROWS)
+                scores16<T, ROWS>(q + (size_t)r * hd, hd, keys, bs, hd, scores + r * CHUNK + j);
             for (; r + 3 <= count; r += 3) scores16<T, 3>(q + (size_t)r * hd, hd, keys, bs, hd, scores + r * CHUNK + j);
             for (; r < count; r++) scores16<T, 1>(q + (size_t)r * hd, hd, keys, bs, hd, scores + r * CHUNK + j);
         }
         for (int r = 0; r < count; r++) {
             if (limits[r] < first) continue;
-            int valid = limits[r] - first + 1 < CHUNK ? limits[r] - first + 1 : CHUNK;
-            float* weights = scores + r * CHUNK;
             float* sum = sums + (size_t)r * hd;
-            float shrink = weigh(weights, valid, state[r]);
+            float shrink = weigh(scores + r * CHUNK, in_chunk(limits[r], first), state[r]);
             if (shrink != 1.0f)
                 for (int d = 0; d < hd; d += LANES) store(sum + d, mul(load(sum + d), splat(shrink)));
-            for (int j = 0; j < valid; j += bs < CHUNK ? bs : CHUNK) {
-                int position = first + j, run = bs < CHUNK ? bs : CHUNK;
-                int inside = valid - j < run ? valid - j : run;
+        }
+        for (int r = 0, rows; r < count; r += rows) {
+            rows = 1;
+            if (limits[r] < first) continue;
+            const int valid = in_chunk(limits[r], first);
+            while (r + rows < count && rows < ROWS && in_chunk(limits[r + rows], first) == valid) rows++;
+            rows = rows == ROWS ? ROWS : rows >= 3 ? 3 : 1;
+            const int run = bs < CHUNK ? bs : CHUNK;
+            for (int j = 0; j < valid; j += run) {
+                const int position = first + j, inside = valid - j < run ? valid - j : run;
                 const T* block = (const T*)cache.data + (size_t)table[position / bs] * cache.block_stride + base;
                 const T* values = block + cache.value_offset + (size_t)(position % bs) * hd;
-                add_values<T>(weights + j, values, hd, inside, sum);
+                float* sum = sums + (size_t)r * hd;
+                if (rows == ROWS)
+                    add_values<T, ROWS, 1>(scores + r * CHUNK + j, values, hd, inside, sum);
+                else if (rows == 3)
+                    add_values<T, 3, 2>(scores + r * CHUNK + j, values, hd, inside, sum);
+                else
+                    add_values<T, 1, 2>(scores + r * CHUNK + j, values, hd, inside, sum);
             }
         }
     }

@@ -11,12 +11,17 @@ enum Format : int32_t { F32 = 0, Q4 = 1, Q8 = 2 };
 constexpr size_t Q4_BYTES = 256 + 32 + 32;  // nibbles, scales, minima of one group of one panel
 constexpr size_t Q8_BYTES = 512 + 32;       // bytes offset by 128, scales
 
+constexpr int KEPT = 8;  // inputs of a quantised product that stay float
+
 struct Linear {
     int32_t format, outputs, inputs, panels;
     const uint8_t* data;
+    const float* kept;  // (panels, KEPT, 16) weights of the kept inputs; null until calibrated
 };
 
-// Activation rows: floats for F32, else int8 by groups with scale, scale × sum, and -128 × sum.
+// Activation rows: floats for F32, else int8 by groups with scale, scale × sum, and -128 × sum. A few inputs are
+// many times larger than the rest, in every row; in eight bits they would cost their whole group its precision, so
+// they are taken out and multiplied in float.
 struct Rows {
     int inputs;
     float* values;
@@ -24,6 +29,9 @@ struct Rows {
     float* scales;
     float* scaled_sums;
     int32_t* offsets;
+    float* kept;              // (rows, KEPT)
+    const int32_t* channels;  // which inputs are kept, ascending; null for none
+    float* magnitudes;        // sums of |x| an input while calibrating, else null
 };
 
 static inline size_t panel_bytes(const Linear& m) {
@@ -33,6 +41,19 @@ static inline size_t panel_bytes(const Linear& m) {
 }
 
 static inline void quantise_group(const float* x, const Rows& rows, size_t row, int group) {
+    alignas(64) float rest[GROUP];
+    if (rows.magnitudes)
+        for (int i = 0; i < GROUP; i++) rows.magnitudes[group * GROUP + i] += std::fabs(x[i]);
+    if (rows.channels) {
+        memcpy(rest, x, sizeof rest);
+        for (int k = 0; k < KEPT; k++) {
+            int at = rows.channels[k] - group * GROUP;
+            if (at < 0 || at >= GROUP) continue;
+            rows.kept[row * KEPT + k] = x[at];
+            rest[at] = 0.0f;
+        }
+        x = rest;
+    }
     size_t at = row * rows.inputs + (size_t)group * GROUP, slot = row * (rows.inputs / GROUP) + group;
     V low = load(x), high = load(x + LANES);
     float top = max_lanes(vmax(vabs(low), vabs(high)));
@@ -73,7 +94,7 @@ static void tile_int(const uint8_t* data, const Rows& rows, size_t row, float* o
     const __m512i nibble = _mm512_set1_epi8(15);
     const int8_t* bytes = rows.bytes + row * rows.inputs;
     V sums[MR];
-    for (int r = 0; r < MR; r++) sums[r] = splat(0.0f);
+    for (int r = 0; r < MR; r++) sums[r] = load(out + r * LANES);
     for (int g = 0; g < groups; g++, data += FOUR ? Q4_BYTES : Q8_BYTES) {
         __m512i w[8];
         for (int j = 0; j < (FOUR ? 4 : 8); j++) {
@@ -112,7 +133,7 @@ static void half_int(const uint8_t* data, const Rows& rows, size_t row, float* o
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     const int8_t* bytes = rows.bytes + row * rows.inputs;
     __m256 sums[MR];
-    for (int r = 0; r < MR; r++) sums[r] = _mm256_setzero_ps();
+    for (int r = 0; r < MR; r++) sums[r] = _mm256_loadu_ps(out + r * LANES + half * 8);
     for (int g = 0; g < groups; g++, data += FOUR ? Q4_BYTES : Q8_BYTES) {
         __m256i low16[MR], high16[MR];
         for (int r = 0; r < MR; r++) low16[r] = high16[r] = _mm256_setzero_si256();
@@ -155,12 +176,24 @@ static void tile_int(const uint8_t* data, const Rows& rows, size_t row, float* o
 }
 #endif
 
+// The kept inputs' part, on which the integer tiles build.
+template <int MR>
+static void tile_kept(const Linear& m, int panel, const Rows& rows, size_t row, float* out) {
+    for (int r = 0; r < MR; r++) {
+        V sum = splat(0.0f);
+        if (rows.channels)
+            for (int k = 0; k < KEPT; k++)
+                sum = fma(splat(rows.kept[(row + r) * KEPT + k]), load(m.kept + ((size_t)panel * KEPT + k) * LANES), sum);
+        store(out + r * LANES, sum);
+    }
+}
+
 template <int MR>
 static void tile_any(const Linear& m, int panel, const Rows& rows, size_t row, float* out) {
     const uint8_t* data = m.data + panel * panel_bytes(m);
-    if (m.format == F32)
-        tile_f32<MR>(data, rows, row, out);
-    else if (m.format == Q4)
+    if (m.format == F32) return tile_f32<MR>(data, rows, row, out);
+    tile_kept<MR>(m, panel, rows, row, out);
+    if (m.format == Q4)
         tile_int<MR, true>(data, rows, row, out);
     else
         tile_int<MR, false>(data, rows, row, out);
@@ -171,6 +204,18 @@ constexpr int TILE = 8;
 #else
 constexpr int TILE = 4;
 #endif
+
+// One weight of a quantised panel.
+static inline float weight_at(const Linear& m, int panel, int lane, int input) {
+    const int g = input / GROUP, i = input % GROUP;
+    const bool four = m.format == Q4;
+    const uint8_t* group = m.data + panel * panel_bytes(m) + (size_t)g * (four ? Q4_BYTES : Q8_BYTES);
+    const uint16_t* halves = (const uint16_t*)(group + (four ? 256 : 512));
+    const float scale = _cvtsh_ss(halves[lane]);
+    if (!four) return scale * (float)((int)group[i / 4 * 64 + lane * 4 + i % 4] - 128);
+    const uint8_t pair = group[i % 16 / 4 * 64 + lane * 4 + i % 4];
+    return scale * (float)(i < 16 ? pair & 15 : pair >> 4) + _cvtsh_ss(halves[LANES + lane]);
+}
 
 // Product of `count` <= TILE rows with one panel, into out (count, 16).
 static inline void tile(const Linear& m, int panel, const Rows& rows, size_t row, int count, float* out) {

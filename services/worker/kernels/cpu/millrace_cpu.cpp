@@ -19,7 +19,7 @@ int guarded(F body) {
 
 extern "C" {
 
-int mr_abi() { return 1; }
+int mr_abi() { return 2; }
 
 void* mr_pool_new(int threads) {
     try {
@@ -41,6 +41,10 @@ void mr_model_free(void* model) { delete (Model*)model; }
 
 int mr_hidden(void* model, void* pool, const StepDescription* step) {
     return guarded([&] { ((Model*)model)->hidden(*(Pool*)pool, *step); });
+}
+
+int mr_calibrate(void* model, const StepDescription* step) {
+    return guarded([&] { ((Model*)model)->calibrate(*step); });
 }
 
 int mr_logits(void* model, void* pool, const float* hidden, int rows, float* out) {

@@ -1,6 +1,7 @@
 // The whole transformer as one function run by all threads: phases with a barrier after each, tasks handed out by
 // counter. Owns scratch memory; weights, tables and the cache belong to the caller.
 #pragma once
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
@@ -53,9 +54,10 @@ class Scratch {
 };
 
 struct RowBuffers {
-    Scratch values, bytes, scales, sums, offsets;
+    Scratch values, bytes, scales, sums, offsets, kept;
     Rows take(int inputs, size_t rows, bool floats) {
-        Rows out{inputs, nullptr, nullptr, nullptr, nullptr, nullptr};
+        Rows out{};
+        out.inputs = inputs;
         if (floats) {
             out.values = values.take<float>(rows * inputs);
             return out;
@@ -65,6 +67,7 @@ struct RowBuffers {
         out.scales = scales.take<float>(groups);
         out.scaled_sums = sums.take<float>(groups);
         out.offsets = offsets.take<int32_t>(groups);
+        out.kept = kept.take<float>(rows * KEPT);
         return out;
     }
 };
@@ -80,9 +83,21 @@ class Model {
 
     void hidden(Pool& pool, const StepDescription& s);
     void logits(Pool& pool, const float* hidden, int rows, float* out);
+    // Chooses the inputs that every quantised product keeps in float: those of the largest mean |x| over this step.
+    void calibrate(const StepDescription& s);
 
   private:
-    static constexpr int PHASES = 8;
+    // Where rows are quantised: the inputs of q k v, of o, of gate and up, of down in each layer, and of the output.
+    enum Site { ATTENTION = 0, ATTENDED = 1, MLP = 2, GATED = 3, SITES = 4 };
+    Rows at_site(Rows rows, int layer, int site) {
+        if (rows.values) return rows;
+        const size_t index = (size_t)layer * SITES + site;
+        if (!channels_.empty()) rows.channels = channels_.data() + index * KEPT;
+        if (!magnitudes_.empty()) rows.magnitudes = magnitudes_.data() + index * widest();
+        return rows;
+    }
+    size_t widest() const { return (size_t)std::max({d_.hidden, d_.intermediate, d_.heads * d_.head_dim}); }
+    void keep_columns(Linear& m, const int32_t* channels);
     void embed(const StepDescription& s, float* x, int token) const;
     void norm_row(const float* x, const float* weight, const Rows& rows, size_t row, float* plain) const;
     void rotate_and_store(const StepDescription& s, float* qkv, int layer, int token, int request) const;
@@ -98,6 +113,9 @@ class Model {
     Tasks tasks_;
     Scratch x_, qkv_, request_of_, tiles_;
     RowBuffers normed_, attended_, gated_, head_;
+    std::vector<int32_t> channels_;               // (sites, KEPT); empty until calibrated
+    std::vector<float> magnitudes_;               // (sites, widest) while calibrating
+    std::vector<std::vector<float>> columns_;     // what each matrix's `kept` points to
     struct Tile {
         int32_t request, first, count;
     };
@@ -295,32 +313,35 @@ inline void Model::hidden(Pool& pool, const StepDescription& s) {
     pool.run([&](int) {
         each_token(0, [&](int t) {
             embed(s, x, t);
-            norm_row(x + (size_t)t * d_.hidden, norms_[0], normed, t, nullptr);
+            norm_row(x + (size_t)t * d_.hidden, norms_[0], at_site(normed, 0, ATTENTION), t, nullptr);
         });
         pool.barrier();
         for (int layer = 0, phase = 1; layer < d_.layers; layer++, phase += 6) {
             const Linear* m = linears_.data() + 7 * layer;
-            product(phase, m, 3, normed, tokens, threads, [&](int row, int column, const float* values, int count) {
+            const Rows to_attention = at_site(normed, layer, ATTENTION), to_output = at_site(attended, layer, ATTENDED);
+            const Rows to_mlp = at_site(normed, layer, MLP), to_down = at_site(gated, layer, GATED);
+            product(phase, m, 3, to_attention, tokens, threads, [&](int row, int column, const float* values, int count) {
                 memcpy(qkv + (size_t)row * width + column, values, sizeof(float) * count);
             });
             pool.barrier();
             each_token(phase + 1, [&](int t) { rotate_and_store(s, qkv, layer, t, request_of[t]); });
             pool.barrier();
-            tasks_.each(phase + 2, tile_count_ * d_.kv_heads, [&](int task) { attend_tile(s, qkv, layer, task, attended); });
+            tasks_.each(phase + 2, tile_count_ * d_.kv_heads, [&](int task) { attend_tile(s, qkv, layer, task, to_output); });
             pool.barrier();
-            product(phase + 3, m + 3, 1, attended, tokens, threads, add);
+            product(phase + 3, m + 3, 1, to_output, tokens, threads, add);
             pool.barrier();
             each_token(phase + 4, [&](int t) {
-                norm_row(x + (size_t)t * d_.hidden, norms_[2 * layer + 1], normed, t, nullptr);
+                norm_row(x + (size_t)t * d_.hidden, norms_[2 * layer + 1], to_mlp, t, nullptr);
             });
             pool.barrier();
-            gate_up(phase + 5, m + 4, normed, gated, tokens, threads);
+            gate_up(phase + 5, m + 4, to_mlp, to_down, tokens, threads);
             pool.barrier();
-            product(6 * d_.layers + 2 + 2 * layer, m + 6, 1, gated, tokens, threads, add);
+            product(6 * d_.layers + 2 + 2 * layer, m + 6, 1, to_down, tokens, threads, add);
             pool.barrier();
             if (layer + 1 < d_.layers) {
+                const Rows next = at_site(normed, layer + 1, ATTENTION);
                 each_token(6 * d_.layers + 3 + 2 * layer, [&](int t) {
-                    norm_row(x + (size_t)t * d_.hidden, norms_[2 * layer + 2], normed, t, nullptr);
+                    norm_row(x + (size_t)t * d_.hidden, norms_[2 * layer + 2], next, t, nullptr);
                 });
                 pool.barrier();
             }
@@ -333,7 +354,7 @@ inline void Model::hidden(Pool& pool, const StepDescription& s) {
 
 inline void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
     const Linear& head = linears_.back();
-    Rows in = head_.take(d_.hidden, rows, head.format == F32);
+    Rows in = at_site(head_.take(d_.hidden, rows, head.format == F32), d_.layers, ATTENTION);
     if (head.format == F32)
         memcpy(in.values, hidden, sizeof(float) * (size_t)rows * d_.hidden);
     else
@@ -346,6 +367,47 @@ inline void Model::logits(Pool& pool, const float* hidden, int rows, float* out)
             memcpy(out + (size_t)row * d_.vocabulary + column, values, sizeof(float) * count);
         });
     });
+}
+
+inline void Model::keep_columns(Linear& m, const int32_t* channels) {
+    if (m.format == F32) return;
+    std::vector<float> columns((size_t)m.panels * KEPT * LANES);
+    float* out = columns.data();
+    for (int panel = 0; panel < m.panels; panel++)
+        for (int k = 0; k < KEPT; k++)
+            for (int lane = 0; lane < LANES; lane++) *out++ = weight_at(m, panel, lane, channels[k]);
+    columns_.push_back(std::move(columns));
+    m.kept = columns_.back().data();
+}
+
+inline void Model::calibrate(const StepDescription& s) {
+    const size_t sites = (size_t)d_.layers * SITES + 1, width = widest();
+    Pool alone(1);  // sums in one order
+    channels_.clear();
+    magnitudes_.assign(sites * width, 0.0f);
+    std::vector<float> unread((size_t)s.selected * d_.vocabulary);
+    hidden(alone, s);
+    logits(alone, s.output, s.selected, unread.data());
+    std::vector<float> sums;
+    sums.swap(magnitudes_);
+    channels_.resize(sites * KEPT);
+    std::vector<int32_t> order(width);
+    for (size_t site = 0; site < sites; site++) {
+        const float* of = sums.data() + site * width;
+        for (size_t i = 0; i < width; i++) order[i] = (int32_t)i;
+        std::partial_sort(order.begin(), order.begin() + KEPT, order.end(), [of](int a, int b) {
+            return of[a] != of[b] ? of[a] > of[b] : a < b;
+        });
+        std::sort(order.begin(), order.begin() + KEPT);
+        std::copy_n(order.begin(), KEPT, channels_.begin() + site * KEPT);
+    }
+    columns_.clear();
+    for (int layer = 0; layer < d_.layers; layer++)
+        for (int i = 0; i < 7; i++) {
+            const int site = i < 3 ? ATTENTION : i == 3 ? ATTENDED : i < 6 ? MLP : GATED;
+            keep_columns(linears_[7 * layer + i], channels_.data() + ((size_t)layer * SITES + site) * KEPT);
+        }
+    keep_columns(linears_.back(), channels_.data() + (size_t)d_.layers * SITES * KEPT);
 }
 
 }  // namespace mr

@@ -38,6 +38,7 @@ static inline V power_of_two(V n) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
 static inline void store_int8(int8_t* p, V x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v))); }
+static inline float max_lanes(V x) { return _mm512_reduce_max_ps(x.v); }
 #else
 struct V {
     __m256 a, b;
@@ -72,6 +73,12 @@ static inline __m256 power_of_two(__m256 n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 static inline V power_of_two(V n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+static inline float max_lanes(V x) {
+    __m256 eight = _mm256_max_ps(x.a, x.b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
 static inline void store_int8(int8_t* p, V x) {
     __m256i low = _mm256_cvtps_epi32(x.a), high = _mm256_cvtps_epi32(x.b);
     __m128i first = _mm_packs_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -88,14 +95,6 @@ static inline float sum_lanes(V x) {
         for (int i = 0; i < width; i++) t[i] += t[i + width];
     return t[0];
 }
-static inline float max_lanes(V x) {
-    alignas(64) float t[LANES];
-    store(t, x);
-    float best = t[0];
-    for (int i = 1; i < LANES; i++) best = t[i] > best ? t[i] : best;
-    return best;
-}
-
 // e^x within 2 ulp (Cephes' polynomial); below -87 it gives e^-87, which callers treat as zero or mask.
 static inline V vexp(V x) {
     x = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
