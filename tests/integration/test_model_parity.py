@@ -158,4 +158,5 @@ def test_int8_keeps_most_of_the_reference_choices(quick: LoadedModel) -> None:
         agree += sum(a == b for a, b in zip(best, expected, strict=True))
         total += len(expected)
 
-    assert agree / total > 0.9
+    # Measured 0.991; 0.972 without the inputs that stay float.
+    assert agree / total > 0.98

@@ -58,9 +58,10 @@ class DraftOptions:
 class RunnerOptions:
     """What the operator chose; the names are the field's own.
 
-    `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "auto" is
-    float32, exact; "int8" keeps four- and eight-bit weights as stored and needs the compiled kernels. `threads` None
-    takes what the process may use.
+    `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "float32" is exact; "int8"
+    keeps four- and eight-bit weights as stored, rounds activations to eight bits and needs the compiled kernels;
+    "auto" is int8 for a quantised model where the kernels run, else float32. `threads` None takes what the process
+    may use.
     `kernel_cache_dir` None keeps compiled kernels under the user's cache folder; without `compiled_kernels` torch
     computes everything.
     """
@@ -203,7 +204,7 @@ def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTen
         if options.dtype == "int8":
             raise ModelLoadError(f"dtype int8 needs the compiled kernels: {reason}")
         return TorchForward(tensors, max_model_len=length), NumpyChooser(), "float32"
-    quantised = options.dtype == "int8"
+    quantised = options.dtype == "int8" or (options.dtype == "auto" and checkpoint.quantised)
     forward = NativeForward(kernels, tensors, max_model_len=length, quantised=quantised)
     if quantised:
         forward.calibrate(sample_ids(checkpoint.tokenizer.json, length))
