@@ -96,9 +96,7 @@ class NativeForward:
         """See `Forward`."""
         return self._step(inputs, store, self._kernels.hidden)
 
-    def _step(
-        self, inputs: StepInputs, store: KVStore, run: Callable[[int, cpu.StepStruct], None]
-    ) -> torch.Tensor:
+    def _step(self, inputs: StepInputs, store: KVStore, run: Callable[[int, cpu.StepStruct], None]) -> torch.Tensor:
         out = torch.empty((len(inputs.selected), self._config.hidden_size), dtype=torch.float32)
         tables = np.ascontiguousarray(inputs.block_tables)
         data = store.data
