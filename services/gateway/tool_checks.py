@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 
+from millrace.common.v1 import common_pb2
+
 from services.common.errors import InvalidRequest
 from services.gateway.chat_template import JsonValue
+from services.gateway.grammar_limits import check_grammar_limits
 from services.gateway.limits import Limits
-from services.gateway.tools import ToolChoice, ToolRules
+from services.gateway.request_draft import GrammarDraft
+from services.gateway.tools import Tool, ToolChoice, ToolRules
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ID_CHARACTERS = 128
 
 
 def check_tools(rules: ToolRules, limits: Limits) -> None:
-    """Raises InvalidRequest that names the field."""
+    """Raises InvalidRequest or Unsupported that names the field."""
     if len(rules.tools) > limits.tools:
         raise InvalidRequest(f"`tools` takes at most {limits.tools} tools.", param="tools")
     seen: set[str] = set()
@@ -25,13 +30,24 @@ def check_tools(rules: ToolRules, limits: Limits) -> None:
         if tool.name in seen:
             raise InvalidRequest(f"`{field}.name` is there twice.", param=f"{field}.name")
         seen.add(tool.name)
-        if tool.parameters is not None and tool.parameters.get("type", "object") != "object":
-            message = f"`{field}.parameters` must describe an object."
-            raise InvalidRequest(message, param=f"{field}.parameters")
+        _check_parameters(tool, f"{field}.parameters", limits, held=tool.strict or rules.forced)
     if rules.forced and not rules.tools:
         raise InvalidRequest("`tool_choice` needs `tools`.", param="tool_choice")
     if rules.choice is ToolChoice.NAMED and rules.named not in seen:
         raise InvalidRequest("`tool_choice` names a tool that is not in `tools`.", param="tool_choice")
+
+
+def _check_parameters(tool: Tool, field: str, limits: Limits, *, held: bool) -> None:
+    """A schema that the answer is `held` to keeps every limit of structured output, one that is only shown its size."""
+    if tool.parameters is None:
+        return
+    if tool.parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"`{field}` must describe an object.", param=field)
+    text = json.dumps(tool.parameters)
+    if held:
+        check_grammar_limits(GrammarDraft(common_pb2.GRAMMAR_KIND_JSON_SCHEMA, field, text), limits)
+    elif len(text) > limits.schema_bytes:
+        raise InvalidRequest(f"`{field}` takes at most {limits.schema_bytes} bytes.", param=field)
 
 
 def check_conversation(messages: Sequence[Mapping[str, JsonValue]]) -> None:

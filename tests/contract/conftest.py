@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, with_shared_kernels
 
 
 def _running(stack: Stack) -> Iterator[Stack]:
@@ -27,4 +27,4 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The embedded model."""
-    yield from _running(Stack(tmp_path_factory.mktemp("zoo-model") / "home"))
+    yield from _running(Stack(with_shared_kernels(tmp_path_factory.mktemp("zoo-model") / "home")))

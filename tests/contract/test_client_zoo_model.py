@@ -20,8 +20,9 @@ MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
 class Weather(pydantic.BaseModel):
-    """Where, and in which unit."""
+    """Where, and in which unit; nothing else, or a small model would go on for ever."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")
     city: str = pydantic.Field(max_length=20)
     unit: Literal["celsius", "fahrenheit"]
 

@@ -16,7 +16,7 @@ import pytest
 from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2, gateway_service_pb2_grpc
 
-from tests.helpers.stack import Stack, millrace
+from tests.helpers.stack import Stack, millrace, with_shared_kernels
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
@@ -26,7 +26,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = Stack(tmp_path_factory.mktemp("model") / "home")
+    running = Stack(with_shared_kernels(tmp_path_factory.mktemp("model") / "home"))
     try:
         yield running.wait_ready()
         assert running.stop() == 0

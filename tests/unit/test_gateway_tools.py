@@ -208,6 +208,10 @@ def tool(**function: object) -> dict[str, object]:
         ({"tools": [tool()], "tool_choice": {"type": "custom", "function": {"name": "f"}}}, "tool_choice.type"),
         ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tools": [tool(parameters={"$comment": "x" * 65_536})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(strict=True, parameters={"properties": {"a": {"$ref": "#"}}})]},
+         "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"x-guidance": {}})], "tool_choice": "required"}, "tools[0].function.parameters"),
         # Without structured output a choice that must be kept is refused, and so is a schema that must be kept.
         ({"tools": [tool()], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),

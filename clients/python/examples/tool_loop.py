@@ -25,11 +25,11 @@ def run(arguments: str) -> str:
 
 
 async def main(target: str, key: str, model: str) -> None:
-    """At most five rounds."""
+    """At most three rounds."""
     messages = [Message("user", "What is 17 plus 25? Use the function.")]
     async with AsyncClient(target, key) as client:
-        for _ in range(5):
-            answer = await client.generate(model, messages, Options(max_tokens=128, tools=[ADD]), timeout_s=60)
+        for _ in range(3):
+            answer = await client.generate(model, messages, Options(max_tokens=48, tools=[ADD]), timeout_s=60)
             if not answer.message.tool_calls:
                 sys.stdout.write(answer.text + "\n")
                 return
