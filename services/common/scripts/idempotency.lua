@@ -3,8 +3,8 @@
 local record, op, token = KEYS[1], ARGV[2], ARGV[3]
 local held = redis.call('HGET', record, 'token')
 if op == 'claim' then
-  -- Free, or still the one that was found to be of a dead owner.
-  if held and held ~= token and held ~= ARGV[4] then return 0 end
+  -- Free, or still the one that was found to be of a dead owner; an answer stays.
+  if held and held ~= token and (held ~= ARGV[4] or redis.call('HGET', record, 'state') == 'done') then return 0 end
   if held ~= token then
     redis.call('DEL', record)
     redis.call('HSET', record, 'token', token, 'body', ARGV[6], 'owner', ARGV[7], 'state', 'running')
