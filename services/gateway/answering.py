@@ -20,7 +20,7 @@ from services.common.errors import Cancelled, MillraceError, SlowReader
 from services.gateway.answer_sink import STATUS_HELD_S, Headers, Sink, paced
 from services.gateway.generation import Generation, ValidRequest
 from services.gateway.http_errors import as_millrace, error_body, error_headers
-from services.gateway.openai_answer import Shape, Usage
+from services.gateway.openai_answer import Json, Shape, Usage
 from services.gateway.text_stream import TextDelta, text_deltas
 
 _STREAM_HEADERS = [
@@ -120,7 +120,7 @@ class Answering:
 
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
         opened: set[int] = set()
-        blank: dict[str, object] = {"usage": None} if include_usage else {}
+        blank: Json = {"usage": None} if include_usage else {}
         async with contextlib.aclosing(paced(text_deltas(self._generation, self._request), STATUS_HELD_S)) as deltas:
             async for delta in deltas:
                 await self._start(200, _STREAM_HEADERS)
@@ -131,10 +131,13 @@ class Answering:
                 chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
                 opened.add(delta.choice)
                 chunks += self._shape.chunks(delta)
-                extra = {"usage": self._usage.as_json()} if continuous_usage else blank
-                await self._sink.write([_event({**chunk, **extra}) for chunk in chunks], self._delivers(delta))
-        tail = [_event(self._shape.usage_chunk(self._usage))] if include_usage else []
-        await self._sink.write([*tail, b"data: [DONE]\n\n"], more=False)
+                extra: Json = {"usage": self._usage.as_json()} if continuous_usage else blank
+                await self._sink.write(
+                    [self._shape.event({**chunk, **extra}) for chunk in chunks], self._delivers(delta)
+                )
+        closing = self._shape.closing(self._usage, include_usage=include_usage)
+        tail = [*(self._shape.event(chunk) for chunk in closing), self._shape.done]
+        await self._sink.write([event for event in tail if event], more=False)
 
     def _delivers(self, delta: TextDelta) -> Callable[[], None]:
         last = len(self._reasons) == len(self._usage.choices)
@@ -168,10 +171,6 @@ class Answering:
             return
         await self._start(error.row.http_status, error_headers(error))
         await self._sink.write([body], more=False)
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 def ending_of(

@@ -30,6 +30,7 @@ from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.json_endpoint import JsonEndpoint, json_response
 from services.gateway.limits import Limits
 from services.gateway.model_endpoints import ModelEndpoints
+from services.gateway.responses import ResponsesEndpoint
 from services.gateway.tokenize_endpoints import TokenizeEndpoints
 from services.gateway.validation import Validator
 
@@ -105,6 +106,7 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     health = HealthEndpoints(directory, metrics, ready)
     described = openapi.document()
     embeddings = EmbeddingEndpoint(Embedder(parts.generator, validator))
+    responses = ResponsesEndpoint(parts, validator)
 
     async def description(_request: Request) -> Response:
         return Response(described, media_type="application/json")
@@ -130,6 +132,10 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         Route("/v1/models/{model:path}", models.get, methods=["GET"]),
         Route("/v1/chat/completions", chat_endpoint(parts, validator), methods=["POST"]),
         Route("/v1/completions", completion_endpoint(parts, validator), methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.get, methods=["GET"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/streams/{request_id}", streams, methods=["GET"]),
         Route("/v1/embeddings", JsonEndpoint(EmbeddingRequest, embeddings.embed, limits), methods=["POST"]),
         Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),

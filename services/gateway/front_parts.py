@@ -7,13 +7,14 @@ import dataclasses
 from services.common.clock import Clock
 from services.gateway.generation import Generator, KeyRing, ModelDirectory
 from services.gateway.grammar_checker import GrammarChecker
+from services.gateway.response_store import ResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontParts:
-    """`renderer`, `grammars` and `answers` are started and closed by wiring."""
+    """`renderer`, `grammars`, `answers` and `responses` are started and closed by wiring."""
 
     generator: Generator
     directory: ModelDirectory
@@ -22,3 +23,4 @@ class FrontParts:
     renderer: TemplateRenderer
     grammars: GrammarChecker
     answers: ResumableAnswers
+    responses: ResponseStore

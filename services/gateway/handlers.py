@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from services.gateway.openai_answer import AnswerFacts, ChatShape, CompletionSha
 from services.gateway.openai_draft import chat_draft, completion_draft
 from services.gateway.openai_types import ChatRequest, CompletionRequest, GenerationBody
 from services.gateway.request_draft import RequestDraft
-from services.gateway.resumable import ResumableAnswers
+from services.gateway.resumable import Job, ResumableAnswers
 from services.gateway.validation import Validator
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -54,12 +55,8 @@ class GenerationEndpoint:
             return
         key = scope["state"]["key"]
         body = decode_body(raw, self._body_type, self._validator.limits)
-        ask = parse_come_back(scope["headers"], scope["path"], raw, stream=bool(body.stream))
         job = _Job(self, key, body)
-        if ask is not None:
-            await until_disconnect(receive, self._parts.answers.answer(key.tenant, ask, job, send))
-        else:
-            await until_disconnect(receive, job.answer(send))
+        await serve(self._parts.answers, (scope, receive, send), raw, job, stream=bool(body.stream))
 
     async def validate(self, key: KeyRecord, body: GenerationBody) -> ValidRequest:
         """The one validator. Raises MillraceError."""
@@ -69,7 +66,13 @@ class GenerationEndpoint:
         """Start the generation. Raises a MillraceError of limits, queue or store."""
         generation = await self._parts.generator.start(key, valid)
         facts = AnswerFacts(generation.request_id, int(self._parts.clock.wall()), valid)
-        return AnswerRun(generation, valid, self._shape_of(facts), body)
+        options = body.stream_options
+        delivery = Delivery(
+            stream=bool(body.stream),
+            include_usage=bool(options is not None and options.include_usage),
+            continuous_usage=bool(options is not None and options.continuous_usage_stats),
+        )
+        return AnswerRun(generation, valid, self._shape_of(facts), delivery)
 
 
 class _Job:
@@ -88,21 +91,50 @@ class _Job:
         assert self._valid is not None
         return await self._endpoint.begin(self._key, self._body, self._valid)
 
-    async def answer(self, send: Send) -> None:
-        await self.validate()
-        await (await self.begin()).write(ClientSink(send))
+
+async def serve(
+    answers: ResumableAnswers, asgi: tuple[Scope, Receive, Send], raw: bytes, job: Job, *, stream: bool
+) -> None:
+    """Answer one request until its client goes away, or longer where the client asked for it. `raw` is its body."""
+    scope, receive, send = asgi
+    ask = parse_come_back(scope["headers"], scope["path"], raw, stream=stream)
+
+    async def once() -> None:
+        await job.validate()
+        await (await job.begin()).write(ClientSink(send))
+
+    tenant = scope["state"]["key"].tenant
+    await until_disconnect(receive, once() if ask is None else answers.answer(tenant, ask, job, send))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a client wants its answer."""
+
+    stream: bool
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
 class AnswerRun:
-    """A generation under way, to be written once."""
+    """A generation under way, to be written once, through what `wrap` makes of the sink."""
 
-    def __init__(self, generation: Generation, valid: ValidRequest, shape: Shape, body: GenerationBody) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        valid: ValidRequest,
+        shape: Shape,
+        delivery: Delivery,
+        *,
+        wrap: Callable[[Sink], Sink] = lambda sink: sink,
+    ) -> None:
         self.request_id = generation.request_id
         self.timeout_s = valid.timeout_s
         self._generation = generation
         self._valid = valid
         self._shape = shape
-        self._body = body
+        self._delivery = delivery
+        self._wrap = wrap
 
     async def write(self, sink: Sink) -> None:
         """Write the whole answer and end the generation."""
@@ -110,13 +142,10 @@ class AnswerRun:
             (b"x-request-id", self.request_id.encode()),
             (b"x-millrace-model-version", self._valid.model.card.model.version.encode()),
         ]
-        answering = Answering(self._generation, self._valid, self._shape, sink, headers=headers)
-        options = self._body.stream_options
-        if self._body.stream:
-            await answering.stream(
-                include_usage=bool(options is not None and options.include_usage),
-                continuous_usage=bool(options is not None and options.continuous_usage_stats),
-            )
+        answering = Answering(self._generation, self._valid, self._shape, self._wrap(sink), headers=headers)
+        wanted = self._delivery
+        if wanted.stream:
+            await answering.stream(include_usage=wanted.include_usage, continuous_usage=wanted.continuous_usage)
         else:
             await answering.whole()
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+import msgspec
 from millrace.common.v1 import common_pb2
 
 from services.gateway.chat_template import JsonValue
@@ -73,8 +74,22 @@ class Usage:
         }
 
 
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(chunk: Json) -> bytes:
+    """An SSE event without a name."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
 class Shape(Protocol):
-    """One endpoint's way to say things."""
+    """One endpoint's way to say things. `done` is the event after the last chunk, empty for none."""
+
+    done: ClassVar[bytes]
+
+    def event(self, chunk: Json) -> bytes:
+        """The SSE event of a chunk."""
+        ...
 
     def opening(self, choice: int) -> list[Json]:
         """Chunks before the first text of a choice."""
@@ -84,8 +99,8 @@ class Shape(Protocol):
         """Chunks of one delta, the finish included."""
         ...
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        """The chunk after the last finish."""
+    def closing(self, usage: Usage, *, include_usage: bool) -> list[Json]:
+        """Chunks after the last finish."""
         ...
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
@@ -95,6 +110,9 @@ class Shape(Protocol):
 
 class ChatShape:
     """`/v1/chat/completions`."""
+
+    done: ClassVar[bytes] = DONE
+    event = staticmethod(data_event)
 
     def __init__(self, facts: AnswerFacts) -> None:
         self._facts = facts
@@ -115,8 +133,8 @@ class ChatShape:
             made.append(finish | _budget(self._facts, delta))
         return made
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._chunk_head | {"choices": [], "usage": usage.as_json()}
+    def closing(self, usage: Usage, *, include_usage: bool) -> list[Json]:
+        return [self._chunk_head | {"choices": [], "usage": usage.as_json()}] if include_usage else []
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices: list[JsonValue] = []
@@ -165,6 +183,9 @@ class ChatShape:
 class CompletionShape:
     """`/v1/completions`."""
 
+    done: ClassVar[bytes] = DONE
+    event = staticmethod(data_event)
+
     def __init__(self, facts: AnswerFacts) -> None:
         self._facts = facts
         request = facts.request
@@ -191,8 +212,8 @@ class CompletionShape:
         chunk = self._chunk(delta.choice, delta.text, self._logprobs(delta.prompt_logprobs, delta.tokens), finish)
         return [chunk | _budget(self._facts, delta)]
 
-    def usage_chunk(self, usage: Usage) -> Json:
-        return self._head | {"choices": [], "usage": usage.as_json()}
+    def closing(self, usage: Usage, *, include_usage: bool) -> list[Json]:
+        return [self._head | {"choices": [], "usage": usage.as_json()}] if include_usage else []
 
     def whole(self, deltas: Sequence[Sequence[TextDelta]], usage: Usage) -> Json:
         choices: list[JsonValue] = []

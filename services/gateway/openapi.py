@@ -6,6 +6,7 @@ A test holds the list of operations against the routes of the application.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -22,8 +23,10 @@ from services.gateway.api_types import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from services.gateway.chat_template import JsonValue
 from services.gateway.openai_draft import served_values
 from services.gateway.openai_types import ChatRequest, CompletionRequest
+from services.gateway.responses_types import SERVED, ResponsesRequest
 
 Json = dict[str, Any]
 _SCHEMAS = "#/components/schemas/{name}"
@@ -41,7 +44,7 @@ _EVENT: Json = {
 class Operation:
     """One method of one path: `answer` as JSON, and events where it `streams`; plain text with neither."""
 
-    method: Literal["get", "post"]
+    method: Literal["get", "post", "delete"]
     path: str
     summary: str
     body: type | None = None
@@ -59,6 +62,10 @@ OPERATIONS = (
     Operation("get", "/v1/models/{model}", "One model.", answer=ModelObject),
     Operation("post", "/v1/chat/completions", "An answer to messages.", ChatRequest, ChatCompletion, streams=True),
     Operation("post", "/v1/completions", "A continuation of a text.", CompletionRequest, Completion, streams=True),
+    Operation("post", "/v1/responses", "An answer whose turns are kept.", ResponsesRequest, dict, streams=True),
+    Operation("get", "/v1/responses/{id}", "A response that is kept.", answer=dict),
+    Operation("delete", "/v1/responses/{id}", "Forget a response.", answer=dict),
+    Operation("post", "/v1/responses/{id}/cancel", "Stop a response that runs.", answer=dict),
     Operation("get", "/v1/streams/{request_id}", "A resumable stream, again or further.", streams=True),
     Operation("post", "/v1/embeddings", "A vector for each input.", EmbeddingRequest, EmbeddingAnswer),
     Operation("post", "/v1/requests/{id}/cancel", "Stop a request of the key's tenant.", answer=CancelAnswer),
@@ -73,7 +80,8 @@ def document() -> bytes:
     ordered = sorted(types | {ErrorAnswer}, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_SCHEMAS)
     for kind in (ChatRequest, CompletionRequest):
-        _describe_raw(components[kind.__name__]["properties"])
+        _describe_raw(components[kind.__name__]["properties"], served_values)
+    _describe_raw(components[ResponsesRequest.__name__]["properties"], SERVED.get)
     by_type = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, Json] = {}
     for each in OPERATIONS:
@@ -120,7 +128,7 @@ def _operation(each: Operation, by_type: dict[type, Json]) -> Json:
     return described
 
 
-def _describe_raw(properties: dict[str, Json]) -> None:
+def _describe_raw(properties: dict[str, Json], served_values: Callable[[str], tuple[JsonValue, ...] | None]) -> None:
     """Say of fields that are known by name which of their values are served, null for none."""
     for name, schema in properties.items():
         values = served_values(name)

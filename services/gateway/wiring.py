@@ -5,6 +5,8 @@ Also owns the order of start, drain and stop. Called by __main__ and by tests th
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import structlog
 
 from services.common.clock import Clock, SystemClock
@@ -20,6 +22,7 @@ from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.peers import Peers
+from services.gateway.response_store import SqliteResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 
@@ -36,6 +39,8 @@ class GatewayApp:
         self.answers = ResumableAnswers(
             IdempotencyStore(parts.redis), Peers(parts.store.list_gateways), parts.clock, instance=parts.instance
         )
+        store_dir = Path(config.store_dir) if config.store_dir else Path(config.data_dir) / "store"
+        self._responses = SqliteResponseStore(store_dir, parts.clock)
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
         self._metrics: MetricsServer | None = None
@@ -76,6 +81,7 @@ class GatewayApp:
         await self.back.stop()
         await self._renderer.close()
         await self._grammars.close()
+        await self._responses.close()
 
     async def _start(self) -> None:
         back, parts = self.back, self.back.parts
@@ -88,6 +94,7 @@ class GatewayApp:
             self._renderer,
             self._grammars,
             self.answers,
+            self._responses,
         )
         app = create_app(front, metrics=parts.metrics, ready=back.ready)
         self._http = HttpServer(app, opened)

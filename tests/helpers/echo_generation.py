@@ -10,6 +10,7 @@ import dataclasses
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -31,6 +32,7 @@ from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.peers import Peers
 from services.gateway.reasoning import reasoning_markers
+from services.gateway.response_store import ResponseStore, SqliteResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 from tests.helpers.fake_clock import FakeClock
@@ -194,7 +196,8 @@ class FakeGenerator:
     """Starts what the script says; `refusal` is raised instead, `hold` makes `start` wait."""
 
     def __init__(self, script: Callable[[ValidRequest], Sequence[Step]] | Sequence[Step] = ()) -> None:
-        self._script = script
+        self.script = script
+        self.new_id: Callable[[], str] = lambda: REQUEST_ID
         self.refusal: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.starting = asyncio.Event()
@@ -216,7 +219,7 @@ class FakeGenerator:
             raise
         if self.refusal is not None:
             raise self.refusal
-        made = ScriptedGeneration(self._script(request) if callable(self._script) else self._script)
+        made = ScriptedGeneration(self.script(request) if callable(self.script) else self.script, self.new_id())
         made.cached_token_count = self.cached
         made.embedding = self.embedding_of(request)
         self.generations.append(made)
@@ -391,6 +394,7 @@ def front_parts(
     keyring: FakeKeyRing | None = None,
     renderer: TemplateRenderer | None = None,
     answers: ResumableAnswers | None = None,
+    responses: ResponseStore | None = None,
 ) -> FrontParts:
     """What a door is built of, over the fakes; without `answers`, no Redis is there to come back to."""
     clock = FakeClock()
@@ -402,6 +406,7 @@ def front_parts(
         renderer if renderer is not None else InlineRenderer(),
         GrammarChecker(),
         answers if answers is not None else resumable_answers(connect("unix:///none"), clock),
+        responses if responses is not None else SqliteResponseStore(Path("/nowhere"), clock),
     )
 
 

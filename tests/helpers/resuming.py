@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -13,6 +14,8 @@ import httpx
 
 from tests.helpers.transcripts import ECHO_TOKEN
 
+# Busy is not lost: a client waits as it is told.
+REFUSALS = 200
 _EVENT = re.compile(rb"id: (?P<id>[0-9A-Z]{26}:\d+)\ndata: (?P<data>[^\n]*)\n\n")
 
 
@@ -77,8 +80,8 @@ async def stream_with_cuts(
 ) -> Resumed:
     """POST, be cut after `cuts[i]` events of connection i, and go on through any of the clients until the end."""
     seen = Resumed()
-    for number in range(len(cuts) + 20):
-        at_most = cuts[number] if number < len(cuts) else None
+    while True:
+        at_most = cuts[seen.cuts] if seen.cuts < len(cuts) else None
         client = chance.choice(clients)
         if not seen.request_id:
             asked = client.stream("POST", "/v1/completions", json=dict(body), headers=dict(headers))
@@ -93,9 +96,11 @@ async def stream_with_cuts(
                 return seen
             if response.status_code != httpx.codes.OK:
                 seen.refused.append(response.status_code)
-                return seen
+                if response.status_code not in (429, 503) or len(seen.refused) > REFUSALS:
+                    return seen
+                await asyncio.sleep(float(response.headers["retry-after"]))
+                continue
             await seen.read(response, at_most)
         if seen.done or seen.error:
             return seen
         seen.cuts += 1
-    return seen
