@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class Resumed:
     received: bytes = b""
     last_event: str = ""
     cuts: int = 0
+    slowest_return_s: float = 0.0
     refused: list[int] = dataclasses.field(default_factory=list)
 
     @property
@@ -80,6 +82,7 @@ async def stream_with_cuts(
 ) -> Resumed:
     """POST, be cut after `cuts[i]` events of connection i, and go on through any of the clients until the end."""
     seen = Resumed()
+    cut_at: float | None = None
     while True:
         at_most = cuts[seen.cuts] if seen.cuts < len(cuts) else None
         client = chance.choice(clients)
@@ -92,6 +95,8 @@ async def stream_with_cuts(
             more = {"Last-Event-ID": seen.last_event} if seen.last_event else {}
             asked = client.stream("GET", f"/v1/streams/{seen.request_id}", headers=more)
         async with asked as response:
+            if cut_at is not None:
+                seen.slowest_return_s = max(seen.slowest_return_s, time.monotonic() - cut_at)
             if response.status_code == httpx.codes.NO_CONTENT:
                 return seen
             if response.status_code != httpx.codes.OK:
@@ -103,4 +108,4 @@ async def stream_with_cuts(
             await seen.read(response, at_most)
         if seen.done or seen.error:
             return seen
-        seen.cuts += 1
+        seen.cuts, cut_at = seen.cuts + 1, time.monotonic()
