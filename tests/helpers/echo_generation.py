@@ -10,7 +10,6 @@ import dataclasses
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -32,7 +31,7 @@ from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.peers import Peers
 from services.gateway.reasoning import reasoning_markers
-from services.gateway.response_store import ResponseStore, SqliteResponseStore
+from services.gateway.response_store import ResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 from tests.helpers.fake_clock import FakeClock
@@ -257,6 +256,22 @@ class FakeDirectory:
         raise ModelNotFound(f"There is no model `{name}`.", param="model")
 
 
+class MemoryResponses:
+    """A store of responses without a file."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], bytes] = {}
+
+    async def put(self, tenant: str, response_id: str, body: bytes) -> None:
+        self._kept[tenant, response_id] = body
+
+    async def get(self, tenant: str, response_id: str) -> bytes | None:
+        return self._kept.get((tenant, response_id))
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        return self._kept.pop((tenant, response_id), None) is not None
+
+
 class FakeKeyRing:
     """`Bearer <secret>` → key."""
 
@@ -406,7 +421,7 @@ def front_parts(
         renderer if renderer is not None else InlineRenderer(),
         GrammarChecker(),
         answers if answers is not None else resumable_answers(connect("unix:///none"), clock),
-        responses if responses is not None else SqliteResponseStore(Path("/nowhere"), clock),
+        responses if responses is not None else MemoryResponses(),
     )
 
 
