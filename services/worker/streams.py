@@ -256,7 +256,9 @@ class RequestStream:
 
     def _take_prompt_logprobs(self, events: list[worker_service_pb2.Event]) -> int:
         # Prefill may come in chunks: the positions go out once, whole, before the first token.
-        ready = self.marks.first_token is not None and bool(self._prompt_logprobs)
+        # A prompt of one token has no value, but its place.
+        alone = self.facts.prompt_token_count == 1 and self.facts.entry.sampling.HasField("prompt_logprob_count")
+        ready = self.marks.first_token is not None and (alone or bool(self._prompt_logprobs))
         if not ready or self._prompt_logprobs_sent:
             return 0
         message = self._event(events).prompt_logprobs

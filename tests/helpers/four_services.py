@@ -18,6 +18,7 @@ from services.usage import wiring as usage_wiring
 from services.usage.config import UsageConfig
 from services.worker import wiring as worker_wiring
 from services.worker.config import WorkerConfig
+from services.worker.model_source import LoadedModel
 
 KEY = "mr_test_0123456789abcdef0123456789abcdef"
 
@@ -39,8 +40,15 @@ async def four_services(redis_url: str, folder: Path) -> AsyncIterator[httpx.Asy
 
 
 @contextlib.asynccontextmanager
-async def running_services(redis_url: str, folder: Path) -> AsyncIterator[FourServices]:
-    """As `four_services`, with the apps."""
+async def running_services(
+    redis_url: str,
+    folder: Path,
+    *,
+    worker_config: WorkerConfig | None = None,
+    model: LoadedModel | None = None,
+) -> AsyncIterator[FourServices]:
+    """As `four_services`, with the apps; `model` is served instead of the worker's own."""
+    worker_config = worker_config if worker_config is not None else WorkerConfig(redis_url=redis_url, model="echo")
     usage = usage_wiring.build(
         UsageConfig(
             redis_url=redis_url,
@@ -49,7 +57,7 @@ async def running_services(redis_url: str, folder: Path) -> AsyncIterator[FourSe
             bootstrap_key=KEY,
         )
     )
-    worker = await asyncio.to_thread(worker_wiring.build, WorkerConfig(redis_url=redis_url, model="echo"))
+    worker = await asyncio.to_thread(worker_wiring.build, worker_config, model=model)
     router = router_wiring.build(RouterConfig(redis_url=redis_url))
     gateway = gateway_wiring.build(
         GatewayConfig(

@@ -92,8 +92,9 @@ async def test_a_request_without_logprobs_gets_none() -> None:
         await gateway.close()
 
 
-async def test_prompt_logprobs_come_once_with_a_place_for_every_prompt_token() -> None:
-    prompt = list(range(100, 140))
+@pytest.mark.parametrize("count", [1, 40])
+async def test_prompt_logprobs_come_once_with_a_place_for_every_prompt_token(count: int) -> None:
+    prompt = list(range(100, 100 + count))
     config = echo_config(max_prefill_chunk=16)
     async with running_worker(config=config) as rig:
         gateway = await rig.gateway()
