@@ -42,14 +42,16 @@ class EngineSettings:
 
     `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
     `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
-    `max_draft_count` are the tokens guessed for a
-    row in a step, `max_draft_batch` the rows above which nothing is guessed; `speculation` says how.
+    `tpot_target_ms` bounds how long prefills may
+    make a step that running answers wait for; 0 does not bound it. `max_draft_count` are the tokens guessed for a row
+    in a step, `max_draft_batch` the rows above which nothing is guessed; `speculation` says how.
     """
 
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_prefill_chunk: int = 256
+    tpot_target_ms: int = 200
     gpu_memory_utilization: float = 0.5
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
@@ -71,10 +73,10 @@ def _fraction(text: str) -> float:
     return value
 
 
-def _bytes(text: str) -> int:
+def _whole(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise ValueError("expected a whole number of bytes")
+        raise ValueError("expected a whole number, 0 or more")
     return value
 
 
@@ -83,14 +85,15 @@ _KNOBS: dict[str, Callable[[str], int | float | str | SpeculationSetting]] = {
     "max_num_seqs": parse_positive,
     "max_num_batched_tokens": parse_positive,
     "max_prefill_chunk": parse_positive,
+    "tpot_target_ms": _whole,
     "gpu_memory_utilization": _fraction,
     "dtype": str,
     "kv_cache_dtype": str,
     "block_size": parse_positive,
     "num_blocks": parse_positive,
     "threads": parse_positive,
-    "host_kv_bytes": _bytes,
-    "disk_kv_bytes": _bytes,
+    "host_kv_bytes": _whole,
+    "disk_kv_bytes": _whole,
     "disk_kv_path": str,
     "speculation": parse_speculation,
     "max_draft_count": parse_positive,

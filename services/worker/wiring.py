@@ -308,6 +308,7 @@ def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None) 
                 max_num_seqs=knobs.max_num_seqs,
                 max_num_batched_tokens=knobs.max_num_batched_tokens,
                 max_prefill_chunk=knobs.max_prefill_chunk,
+                step_time_target_s=knobs.tpot_target_ms / 1000 or None,
                 max_draft_count=knobs.max_draft_count,
                 max_draft_batch=knobs.max_draft_batch,
             ),

@@ -48,6 +48,7 @@ class EngineConfig:
     `max_num_seqs`: choices in the batch. `max_num_batched_tokens`: tokens a step computes, at least `max_num_seqs`.
     `max_prefill_chunk`: tokens one long prefill takes of a step. `aging_seconds`: a BATCH request this old counts as
     INTERACTIVE. `max_bypass_count`: a request that fits nowhere is overtaken this often, then holds admission.
+    `step_time_target_s`: prefills share a step with decodes only as far as it should then take no longer; None: freely.
     `max_draft_count`: proposed tokens a row, 0 turns speculation off; `max_draft_batch`: rows above which it is off.
     """
 
@@ -55,6 +56,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_prefill_chunk: int = 512
+    step_time_target_s: float | None = None
     aging_seconds: float = 30.0
     max_bypass_count: int = 64
     max_draft_count: int = 0
@@ -77,6 +79,8 @@ class EngineConfig:
             problems.append("max_prefill_chunk must be at least 1")
         if self.max_draft_count < 0 or self.max_bypass_count < 0:
             problems.append("max_draft_count and max_bypass_count must not be negative")
+        if self.step_time_target_s is not None and not self.step_time_target_s > 0:
+            problems.append("step_time_target_s must be above 0")
         if not self.aging_seconds >= 0:
             problems.append("aging_seconds must not be negative")
         if self.default_limits.reserved_blocks or self.default_limits.reserved_slots:

@@ -41,11 +41,11 @@ from services.worker.engine.request import (
 from services.worker.engine.request_queue import RequestQueue
 from services.worker.engine.running_batch import RunningBatch
 from services.worker.engine.step_builder import StepBuilder
+from services.worker.engine.step_pace import StepPace
 
 
 @dataclasses.dataclass(slots=True)
 class _Counters:
-    scheduled: int = 0
     preemption: int = 0
     prefill: int = 0
     decode: int = 0
@@ -75,6 +75,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, RequestKey]] = []
         self._sequence = 0
         self._step = 0
+        self.pace = StepPace(config.step_time_target_s)
         self._builder = self._new_builder()
         self._released: list[RequestKey] = []
         self._ended: list[EngineOutput] = []
@@ -136,7 +137,6 @@ class Scheduler:
         self._schedule_prefills(prefills)
         self._running.compact()
         self._admission.admit(self._builder)
-        self._counters.scheduled = self._config.max_num_batched_tokens - self._builder.budget
         return self._decision()
 
     def update(self, decision: SchedulerOutput, result: ModelRunnerOutput, *, now: float) -> list[EngineOutput]:
@@ -198,7 +198,7 @@ class Scheduler:
             total_block_count=pool.num_blocks,
             free_slot_count=self._config.max_num_seqs - len(self._running),
             backlog_token_count=backlog,
-            scheduled_token_count=counters.scheduled,
+            scheduled_token_count=self._builder.token_count,
             preemption_total=counters.preemption,
             prefix_query_token_total=admission.prefix_query_total,
             prefix_hit_token_total=admission.prefix_hit_total,
@@ -234,8 +234,7 @@ class Scheduler:
         return self.kv.is_reading or self.imports.is_waiting or len(self.kv.exports) > 0
 
     def _new_builder(self) -> StepBuilder:
-        config = self._config
-        return StepBuilder(budget=config.max_num_batched_tokens, max_prefill_chunk=config.max_prefill_chunk)
+        return StepBuilder(budget=self._config.max_num_batched_tokens, max_prefill_chunk=self._config.max_prefill_chunk)
 
     def _add_choice(self, group: RequestGroup, choice: Choice, *, now: float) -> None:
         self._sequence += 1
@@ -301,6 +300,7 @@ class Scheduler:
                     granted[request.key] = proposed
             decodes.append(request)
         self._builder.add_decodes(decodes, granted)
+        self._builder.budget = self.pace.prefill_room(len(decodes), self._builder.budget)
         self._queue.charge_one_each(decodes)
         return prefills
 

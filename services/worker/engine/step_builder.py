@@ -24,6 +24,11 @@ class StepBuilder:
         self._max_prefill_chunk = max_prefill_chunk
         self._has_long_chunk = False
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of the step so far."""
+        return sum(len(row.token_ids) for row in self.rows)
+
     def is_long(self, request: Request) -> bool:
         """True when `request` has more left to compute than one chunk."""
         return request.num_tokens - request.num_computed_tokens > self._max_prefill_chunk
