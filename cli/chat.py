@@ -37,7 +37,7 @@ def chat(
     options = {"max_tokens": max_tokens, "temperature": temperature}
     with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=None) as client:  # noqa: S113
         try:
-            model = model or _first_model(client)
+            model = model or first_model(client)
             for text in [prompt] if prompt is not None else _lines():
                 messages.append({"role": "user", "content": text})
                 body = {"model": model, "messages": messages, "stream": True}
@@ -47,9 +47,10 @@ def chat(
             raise fail(f"The gateway at {url} does not answer: {error}") from error
 
 
-def _first_model(client: httpx.Client) -> str:
+def first_model(client: httpx.Client) -> str:
+    """The first model that the gateway serves; fails with a sentence when there is none."""
     answer = client.get("/v1/models")
-    _check(answer)
+    check(answer)
     data = answer.json()["data"]
     if not data:
         raise fail("No model is served yet.")
@@ -68,7 +69,8 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _check(answer: httpx.Response) -> None:
+def check(answer: httpx.Response) -> None:
+    """Fail with the gateway's own sentence unless the answer is a success."""
     if answer.is_success:
         return
     answer.read()
@@ -83,7 +85,7 @@ def _stream(client: httpx.Client, body: dict[str, object]) -> str:
     answer = ""
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            _check(response)
+            check(response)
             for line in response.iter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
