@@ -136,8 +136,8 @@ def _code() -> list[Task]:
         ("with open(path) as file:\n    text = file.", "read"),
         ("import os\nimport sys\n\nprint(os.getcwd())\nprint(sys.", "argv"),
         (
-            "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, x):\n        self.items",
-            ".append",
+            "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def pop(self):\n        self.",
+            "items",
         ),
     )
     return [Task("code", prompt, 4, _starts(expected)) for prompt, expected in cases]
