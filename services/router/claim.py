@@ -20,7 +20,7 @@ from services.common.lifecycle import end_tasks
 from services.common.telemetry import context_from, tracer
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
-from services.router.filters import is_routable
+from services.router.filters import ejected, is_routable
 from services.router.policy import RoutingPolicy
 from services.router.registry import EndpointRegistry
 
@@ -158,10 +158,12 @@ class ClaimLoop:
     def _room(self, pool: Pool) -> int:
         """Requests of one slot that the pool's workers would take now."""
         now = self._clock.monotonic()
+        endpoints = self._registry.endpoints(pool)
+        out = ejected(endpoints, now)
         return sum(
             min(endpoint.free(now))
-            for endpoint in self._registry.endpoints(pool)
-            if endpoint.reserved_for is None and is_routable(endpoint, now)
+            for endpoint in endpoints
+            if endpoint.reserved_for is None and endpoint.instance not in out and is_routable(endpoint, now)
         )
 
     def _hold(self, pool: Pool, claims: list[Claimed]) -> None:
@@ -182,7 +184,7 @@ class ClaimLoop:
             endpoints = self._registry.endpoints(held.pool)
             endpoint = self._policy.choose(held.needs, endpoints, now, excluded=held.avoided(now))
             if endpoint is not None:
-                endpoint.debit(held.needs)
+                self._policy.placed(held.needs, endpoint, now)
                 self._waiting.remove(held)
                 task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
                 self._submits[task] = (held, endpoint)
@@ -225,7 +227,7 @@ class ClaimLoop:
             self._forget(held)
         elif (error := task.exception()) is not None:
             structlog.get_logger().error("submit_task_died", request_id=held.request_id, exc_info=error)
-            endpoint.failed(held.request_id, self._clock.monotonic())
+            endpoint.failed(held.request_id, self._clock.monotonic(), guilty=False)
             self._forget(held)
         self.wake()
 

@@ -56,6 +56,17 @@ _REASONS: Final = {
 }
 
 
+# The worker's own fault: no connection, no answer in time, a crash inside. All else says nothing about the worker.
+_GUILTY: Final = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DATA_LOSS,
+}
+_UNFIT_CODES: Final = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE}
+
+
 @dataclasses.dataclass(slots=True)
 class HeldClaim:
     """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time."""
@@ -125,12 +136,9 @@ class Dispatcher:
             try:
                 reply = await stub.Submit(request, timeout=SUBMIT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                now = self._clock.monotonic()
-                endpoint.failed(held.request_id, now)
-                held.rest(endpoint.instance, now)
+                outcome = self._failed(held, endpoint, error.code())
                 span.set_attribute("millrace.outcome", error.code().name)
-                self._log(held, endpoint, "submit_failed", error.code().name)
-                return Outcome.REFUSED
+                return outcome
             outcome = self._read(held, endpoint, reply)
             span.set_attribute("millrace.outcome", outcome.value)
         if outcome is Outcome.ACCEPTED:
@@ -179,6 +187,17 @@ class Dispatcher:
             held.rest(endpoint.instance, now)
         self._log(held, endpoint, "submit_refused", worker_service_pb2.SubmitRefusal.Name(reply.refusal))
         return outcome
+
+    def _failed(self, held: HeldClaim, endpoint: Endpoint, code: grpc.StatusCode) -> Outcome:
+        now = self._clock.monotonic()
+        endpoint.failed(held.request_id, now, guilty=code in _GUILTY)
+        self._log(held, endpoint, "submit_failed", code.name)
+        if code in _UNFIT_CODES:
+            held.unfit_reason = InvalidRequest.row.reason
+            held.excluded.add(endpoint.instance)
+            return Outcome.UNFIT
+        held.rest(endpoint.instance, now)
+        return Outcome.REFUSED
 
     async def _own(self, pool: Pool, ownership: Ownership) -> None:
         try:

@@ -30,6 +30,7 @@ class Needs:
     adapter: str
     slot_count: int
     token_count: int
+    block_hashes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, entry: admission_pb2.AdmissionEntry) -> Needs:
@@ -43,6 +44,7 @@ class Needs:
             adapter=entry.adapter,
             slot_count=max(1, entry.sampling.choice_count),
             token_count=len(entry.token_ids) + received + 1,
+            block_hashes=tuple(entry.block_hashes),
         )
 
     def block_count(self, block_size: int) -> int:
@@ -89,6 +91,7 @@ class _Debit:
 
     slot_count: int
     block_count: int
+    token_count: int
     replied_at: float = math.inf
 
 
@@ -115,9 +118,15 @@ class Endpoint:
         return self.record.pool
 
     @property
-    def debit_count(self) -> int:
-        """Submits that the view does not show yet."""
-        return len(self._debits)
+    def load(self) -> int:
+        """Requests in its hands, those that the view does not show yet included."""
+        return (self.view.in_flight_count if self.view is not None else 0) + len(self._debits)
+
+    @property
+    def token_load(self) -> int:
+        """Tokens that it has still to compute, those of requests that the view does not show yet included."""
+        backlog = max(0, self.view.backlog_token_count) if self.view is not None else 0
+        return backlog + sum(debit.token_count for debit in self._debits.values())
 
     def observe(self, view: View, now: float) -> None:
         """Take a Watch message."""
@@ -161,7 +170,7 @@ class Endpoint:
     def debit(self, needs: Needs) -> None:
         """A submit is on its way."""
         block_size = self.view.block_size if self.view is not None else 1
-        self._debits[needs.request_id] = _Debit(needs.slot_count, needs.block_count(block_size))
+        self._debits[needs.request_id] = _Debit(needs.slot_count, needs.block_count(block_size), needs.token_count)
         if self.reserved_for == needs.request_id:
             self.reserved_for = None
 
@@ -178,11 +187,12 @@ class Endpoint:
         if full:
             self._full_since = now
 
-    def failed(self, request_id: str, now: float) -> None:
-        """No answer: ejected with a growing backoff. The submit may have arrived, so its debit stands."""
-        self._failures += 1
-        shortest, longest = _BACKOFF_S
-        self._retry_at = now + min(longest, shortest * 2 ** min(self._failures - 1, 10))
+    def failed(self, request_id: str, now: float, *, guilty: bool) -> None:
+        """No answer: a guilty worker is ejected with a growing backoff. It may have the request: the debit stands."""
+        if guilty:
+            self._failures += 1
+            shortest, longest = _BACKOFF_S
+            self._retry_at = now + min(longest, shortest * 2 ** min(self._failures - 1, 10))
         if request_id in self._debits:
             self._debits[request_id].replied_at = now
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from millrace.common.v1 import common_pb2
@@ -37,9 +37,17 @@ FILTERS: Final[tuple[Filter, ...]] = (serves_version, can_decode, is_attached, h
 
 
 def is_routable(endpoint: Endpoint, now: float) -> bool:
-    """The view is fresh, the worker is ready, the breaker lets pass."""
+    """The view is fresh and the worker is ready."""
     view = endpoint.view
-    return view is not None and view.ready and not view.draining and endpoint.fresh(now) and endpoint.open(now)
+    return view is not None and view.ready and not view.draining and endpoint.fresh(now)
+
+
+def ejected(pool: Iterable[Endpoint], now: float) -> frozenset[str]:
+    """Workers that their breaker keeps out: half of those alive at most. Where more fail the cause lies elsewhere, and
+    none is kept out, so that what works at all is spread over all."""
+    alive = [endpoint for endpoint in pool if endpoint.fresh(now)]
+    shut = frozenset(endpoint.instance for endpoint in alive if not endpoint.open(now))
+    return shut if 2 * len(shut) <= len(alive) else frozenset()
 
 
 def eligible(needs: Needs, endpoint: Endpoint, now: float) -> bool:

@@ -21,6 +21,7 @@ from services.common.errors import StoreUnavailable
 from services.common.grpc_client import Dial, open_channel
 from services.common.lifecycle import end_tasks
 from services.router.endpoint import Endpoint, View
+from services.router.prefix_index import PrefixIndex
 
 DISCOVERY_PERIOD_S = 1.0
 _FIRST_BACKOFF_S = 0.1
@@ -52,6 +53,7 @@ class EndpointRegistry:
         self._clock = clock
         self._on_change = on_change
         self._links: dict[str, _Link] = {}
+        self.prefixes = PrefixIndex()
 
     def endpoints(self, pool: Pool | None = None) -> list[Endpoint]:
         """All endpoints, or those of one pool."""
@@ -102,6 +104,7 @@ class EndpointRegistry:
         link = self._links.pop(instance)
         await end_tasks([link.task])
         await link.channel.close()
+        self.prefixes.forget(instance)
         structlog.get_logger().info("worker_gone", worker=instance)
         self._on_change()
 

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from services.router.endpoint import Endpoint, Needs
+from services.router.prefix_index import PrefixIndex
 
 Scorer = Callable[[Needs, Endpoint, float], float]
 _BACKLOG_HALF_TOKENS = 2_048
+# Affinity yields on a worker that would have more than this many times the mean of the pool …
+YIELD_FACTOR = 1.25
+# … but not before it has so much that the mean says nothing.
+_YIELD_REQUESTS = 2
+_YIELD_TOKENS = 4_096
 
 
 def least_loaded(needs: Needs, endpoint: Endpoint, now: float) -> float:
     """Share of the batch that is free, submits under way counted as load."""
     slots, _ = endpoint.free(now)
-    load = (endpoint.view.in_flight_count if endpoint.view is not None else 0) + endpoint.debit_count
+    load = endpoint.load
     return slots / (slots + load) if slots + load else 0.0
 
 
 def short_backlog(needs: Needs, endpoint: Endpoint, now: float) -> float:
     """1 with nothing left to compute, 0.5 at 2,048 tokens."""
-    backlog = endpoint.view.backlog_token_count if endpoint.view is not None else 0
-    return _BACKLOG_HALF_TOKENS / (_BACKLOG_HALF_TOKENS + max(0, backlog))
+    return _BACKLOG_HALF_TOKENS / (_BACKLOG_HALF_TOKENS + endpoint.token_load)
 
 
-WEIGHTED_SCORERS: Final[tuple[tuple[Scorer, float], ...]] = ((least_loaded, 1.0), (short_backlog, 0.5))
+class PrefixAffinity:
+    """Share of the prompt's leading blocks that a worker has; 0 on one that is loaded above the mean of `pool`."""
+
+    def __init__(self, index: PrefixIndex, pool: Sequence[Endpoint]) -> None:
+        """`pool` are all workers that serve such requests, with room or without."""
+        self._index = index
+        count = max(1, len(pool))
+        self._most_requests = max(_YIELD_REQUESTS, YIELD_FACTOR * (sum(e.load for e in pool) + 1) / count)
+        self._most_tokens = max(_YIELD_TOKENS, YIELD_FACTOR * sum(e.token_load for e in pool) / count)
+
+    def __call__(self, needs: Needs, endpoint: Endpoint, now: float) -> float:
+        if not needs.block_hashes or self.yields(endpoint):
+            return 0.0
+        return self._index.leading(endpoint.instance, needs.block_hashes, now) / len(needs.block_hashes)
+
+    def yields(self, endpoint: Endpoint) -> bool:
+        """One request more here would be too many for the sake of a prefix."""
+        return endpoint.load + 1 > self._most_requests or endpoint.token_load > self._most_tokens
 
 
-def score(needs: Needs, endpoint: Endpoint, now: float) -> float:
+LOAD_SCORERS: Final[tuple[tuple[Scorer, float], ...]] = ((least_loaded, 1.0), (short_backlog, 0.5))
+AFFINITY_WEIGHT: Final = 2.0
+
+
+def score(needs: Needs, endpoint: Endpoint, now: float, affinity: Scorer) -> float:
     """Weighted mean of the scorers."""
-    total = sum(weight for _, weight in WEIGHTED_SCORERS)
-    return sum(weight * scorer(needs, endpoint, now) for scorer, weight in WEIGHTED_SCORERS) / total
+    scorers = (*LOAD_SCORERS, (affinity, AFFINITY_WEIGHT))
+    return sum(weight * scorer(needs, endpoint, now) for scorer, weight in scorers) / sum(w for _, w in scorers)

@@ -12,7 +12,7 @@ from millrace.router.v1 import router_service_pb2, router_service_pb2_grpc
 from services.common.clock import Clock
 from services.router.claim import ClaimLoop
 from services.router.endpoint import Endpoint
-from services.router.filters import is_routable
+from services.router.filters import ejected, is_routable
 from services.router.registry import EndpointRegistry
 
 
@@ -41,9 +41,11 @@ class RouterService(router_service_pb2_grpc.RouterServiceServicer):
     ) -> router_service_pb2.GetStatusResponse:
         """Workers, their room, and the claims this router holds."""
         now = self._clock.monotonic()
+        registry = self._registry
+        out = frozenset[str]().union(*(ejected(registry.endpoints(pool), now) for pool in registry.pools()))
         return router_service_pb2.GetStatusResponse(
             router_instance=self._router_instance,
-            endpoints=[_status(endpoint, now) for endpoint in self._registry.endpoints()],
+            endpoints=[_status(endpoint, now, out) for endpoint in registry.endpoints()],
             held_claim_count=self._claims.held_count,
             draining=self._claims.draining,
         )
@@ -56,7 +58,7 @@ class RouterService(router_service_pb2_grpc.RouterServiceServicer):
         return router_service_pb2.DrainResponse(held_claim_count=self._claims.held_count)
 
 
-def _status(endpoint: Endpoint, now: float) -> router_service_pb2.EndpointStatus:
+def _status(endpoint: Endpoint, now: float, out: frozenset[str]) -> router_service_pb2.EndpointStatus:
     view, record = endpoint.view, endpoint.record
     slots, blocks = endpoint.free(now)
     status = router_service_pb2.EndpointStatus(
@@ -65,7 +67,7 @@ def _status(endpoint: Endpoint, now: float) -> router_service_pb2.EndpointStatus
         model=view.model if view is not None else common_pb2.ModelRef(model=record.model, version=record.version),
         pool=common_pb2.PoolRef(model=record.pool.model, pool=record.pool.pool, shard=record.pool.shard),
         role=view.role if view is not None else common_pb2.WORKER_ROLE_UNSPECIFIED,
-        healthy=is_routable(endpoint, now),
+        healthy=is_routable(endpoint, now) and endpoint.instance not in out,
         draining=view is not None and view.draining,
         free_slot_count=slots,
         free_block_count=blocks,

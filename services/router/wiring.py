@@ -53,7 +53,8 @@ class RouterApp:
         self.metrics = Metrics()
         self.registry = EndpointRegistry(store, instance, clock, self._changed, dial=dialler(self._tls, WORKER))
         dispatcher = Dispatcher(store, self.registry, self.metrics, clock, router_instance=instance)
-        policy = RoutingPolicy(random.Random(instance))  # noqa: S311 - breaks ties, guards nothing
+        rng = random.Random(instance)  # noqa: S311 - breaks ties, guards nothing
+        policy = RoutingPolicy(rng, self.registry.prefixes)
         self.claims = ClaimLoop(store, self.registry, dispatcher, policy, clock, router_instance=instance)
         self.reaper = Reaper(store, self.registry, clock)
         self._service = RouterService(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 
@@ -29,6 +30,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self.draining = False
         self.silent = False
         self.hang = False
+        self.abort_with: grpc.StatusCode | None = None
         self.refuse_with: worker_service_pb2.SubmitRefusal.ValueType | None = None
         self.submits: list[worker_service_pb2.SubmitRequest] = []
         self.running: dict[str, int] = {}
@@ -102,6 +104,8 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self.submits.append(request)
         if self.hang:
             await asyncio.Event().wait()
+        if self.abort_with is not None:
+            await context.abort(self.abort_with, "broken by the test")
         response = worker_service_pb2.SubmitResponse(
             request_id=request.entry.request_id, epoch=request.epoch, worker_instance=self.instance
         )

@@ -21,6 +21,7 @@ from services.common.admission_store import AdmissionStore, usage_stream
 from services.common.admission_types import PoolCaps, RequestPhase
 from services.common.redis_client import connect
 from services.router.config import RouterConfig
+from services.router.filters import is_routable
 from services.router.wiring import RouterApp, build
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_terminal
 from tests.helpers.fake_worker import FakeWorker, until
@@ -194,6 +195,50 @@ async def test_a_request_that_fits_no_worker_ever_fails_unbilled(rig: Rig) -> No
     event = usage_event_pb2.UsageEvent.FromString(fields[b"e"])
     assert (event.terminal_state, event.billed.prompt_token_count) == (common_pb2.TERMINAL_STATE_FAILED, 0)
     await until(lambda: app.claims.held_count == 0)
+
+
+async def test_prompts_too_long_for_any_worker_eject_none(rig: Rig) -> None:
+    workers = [await rig.worker(name, slots=64) for name in ("worker-1", "worker-2")]
+    for worker in workers:
+        worker.refuse_with = worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS
+    app = await rig.router()
+    await until(lambda: len(app.registry.endpoints()) == 2)
+    await rig.enqueue(*(f"r{i}" for i in range(50)))
+
+    await until(lambda: _queued(rig, 0))
+
+    assert len(workers[0].submits) == len(workers[1].submits) == 50
+    now = app.claims._clock.monotonic()
+    assert [e.open(now) and is_routable(e, now) for e in app.registry.endpoints()] == [True, True]
+    for worker in workers:
+        worker.refuse_with = None
+    await rig.enqueue("fits")
+    await until(lambda: rig.running() == {"fits"})
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.CANCELLED])
+async def test_an_error_that_is_not_the_workers_fault_does_not_eject_it(rig: Rig, code: grpc.StatusCode) -> None:
+    first, second = await rig.worker("worker-1"), await rig.worker("worker-2")
+    first.abort_with = second.abort_with = code
+    app = await rig.router()
+    await rig.enqueue("r1")
+    await until(lambda: first.submits and second.submits)
+
+    now = app.claims._clock.monotonic()
+    assert all(e.open(now) for e in app.registry.endpoints())
+
+
+async def test_a_worker_that_breaks_is_ejected_and_the_other_serves_all(rig: Rig) -> None:
+    broken, good = await rig.worker("worker-1", slots=32), await rig.worker("worker-2", slots=32)
+    broken.abort_with = grpc.StatusCode.INTERNAL
+    names = [f"r{i}" for i in range(32)]
+    await rig.enqueue(*names)
+    app = await rig.router()
+
+    await until(lambda: set(good.running) == set(names))
+
+    assert 0 < len(broken.submits) < 32
+    assert app.healthy()
 
 
 async def _queued(rig: Rig, count: int) -> bool:

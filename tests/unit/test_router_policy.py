@@ -12,7 +12,8 @@ from services.common.admission_types import WorkerRecord
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs, View
 from services.router.filters import eligible
 from services.router.policy import RoutingPolicy
-from services.router.scorers import WEIGHTED_SCORERS
+from services.router.prefix_index import PrefixIndex
+from services.router.scorers import LOAD_SCORERS, PrefixAffinity
 from tests.helpers.admission import POOL, make_entry
 
 
@@ -109,7 +110,7 @@ def test_a_silent_worker_is_ejected_with_growing_backoff_and_probed_one_at_a_tim
     for at, backoff in ((0.0, 0.5), (1.0, 1.0), (3.0, 2.0)):
         endpoint.observe(make_view(), at)
         endpoint.debit(needs())
-        endpoint.failed("r1", at)
+        endpoint.failed("r1", at, guilty=True)
         endpoint.observe(make_view(), at + VIEW_LAG_S)
         endpoint.free(at + VIEW_LAG_S)
         assert not endpoint.open(at + backoff - 0.01)
@@ -174,8 +175,9 @@ def test_scores_are_between_zero_and_one() -> None:
     views = [make_view(), make_view(slots=0), make_view(slots=0, in_flight=9, backlog=10**9)]
 
     for view in views:
-        for scorer, _ in WEIGHTED_SCORERS:
-            assert 0.0 <= scorer(needs(), make_endpoint(view=view), 0.0) <= 1.0
+        endpoint = make_endpoint(view=view)
+        for scorer in (*(scorer for scorer, _ in LOAD_SCORERS), PrefixAffinity(PrefixIndex(), [endpoint])):
+            assert 0.0 <= scorer(needs(), endpoint, 0.0) <= 1.0
 
 
 def test_the_least_loaded_worker_is_chosen_and_ties_are_spread() -> None:
