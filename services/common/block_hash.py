@@ -78,5 +78,11 @@ def truncated(full_hash: bytes) -> int:
 
 
 def pack_truncated(full_hashes: Sequence[bytes]) -> bytes:
-    """First 8 bytes of each hash, joined: what a gateway puts into an admission entry."""
+    """First 8 bytes of each hash, joined: how a worker says what it has cached."""
     return b"".join(full[:TRUNCATED_SIZE] for full in full_hashes)
+
+
+def unpack_truncated(packed: bytes) -> tuple[int, ...]:
+    """The routing form of each hash that `pack_truncated` joined; a torn last one is left out."""
+    count = len(packed) // TRUNCATED_SIZE
+    return struct.unpack(f"<{count}Q", packed[: count * TRUNCATED_SIZE])

@@ -1,4 +1,5 @@
-"""Finds workers by their leases and keeps one Watch stream to each. The lease is discovery only: the view decides.
+"""Finds workers by their leases and keeps a stream of views and one of cache changes to each. The lease is discovery
+only: the view decides.
 
 A Redis that is away changes nothing here. Owns the channels to workers. Called by the claim loop and the dispatcher.
 """
@@ -20,6 +21,7 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.grpc_client import Dial, open_channel
 from services.common.lifecycle import end_tasks
+from services.router.cache_watch import CacheWatch
 from services.router.endpoint import Endpoint, View
 from services.router.prefix_index import PrefixIndex
 
@@ -33,7 +35,7 @@ class _Link:
     endpoint: Endpoint
     channel: grpc.aio.Channel
     stub: worker_service_pb2_grpc.WorkerServiceAsyncStub
-    task: asyncio.Task[None]
+    tasks: tuple[asyncio.Task[None], ...]
 
 
 class EndpointRegistry:
@@ -96,13 +98,17 @@ class EndpointRegistry:
         channel = self._dial(record.address)
         stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         endpoint = Endpoint(record)
-        task = asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}")
-        self._links[record.instance] = _Link(endpoint, channel, stub, task)
+        cache = CacheWatch(record.instance, stub, self.prefixes, self._clock, router_instance=self._router_instance)
+        tasks = (
+            asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}"),
+            asyncio.create_task(cache.run(), name=f"cache-{record.instance}"),
+        )
+        self._links[record.instance] = _Link(endpoint, channel, stub, tasks)
         structlog.get_logger().info("worker_found", worker=record.instance, address=record.address)
 
     async def _drop(self, instance: str) -> None:
         link = self._links.pop(instance)
-        await end_tasks([link.task])
+        await end_tasks(link.tasks)
         await link.channel.close()
         self.prefixes.forget(instance)
         structlog.get_logger().info("worker_gone", worker=instance)

@@ -96,6 +96,8 @@ class GatewayHub:
             self.fail_all(Failure("ENGINE_ERROR", "The engine of this worker failed.", retryable=True))
         for gateway in changed:
             self._wake(gateway)
+        for events in report.cache:
+            self._board.cache.update(events)
         if report.stats is not None:
             self._board.update(report.stats, report.step_seconds)
         self._board.touch()

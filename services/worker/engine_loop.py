@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -18,11 +19,12 @@ import structlog
 
 from services.common.clock import Clock
 from services.worker.engine.engine_config import EngineError, NeverFitsError
-from services.worker.engine.outputs import EngineOutput, EngineStats
+from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents
 from services.worker.engine.request import EngineRequest, SamplingParams
 from services.worker.requests import Abort
 
 IDLE_TICK_S = 0.5
+CACHE_PERIOD_S = 0.1
 # How often the engine looks again when all its work waits for something outside: a disk, a peer.
 WAITING_TICK_S = 0.002
 STALE_FLOOR_S = 5.0
@@ -42,6 +44,7 @@ class SteppedEngine(Protocol):
     def fail_all(self, error: str) -> list[EngineOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self, now: float) -> EngineStats: ...
+    def take_kv_events(self) -> KVEvents: ...
     def check_invariants(self) -> None: ...
 
 
@@ -64,6 +67,7 @@ class LoopReport:
     stats: EngineStats | None
     step_seconds: list[float]
     failed: bool
+    cache: list[KVEvents] = dataclasses.field(default_factory=list)
 
 
 class EngineLoop:
@@ -82,6 +86,7 @@ class EngineLoop:
         self._checked = True
         self._beat_at = clock.monotonic()
         self._mean_step_s = 0.0
+        self._cache_told_at = -math.inf
         self._pending = LoopReport([], [], None, [], False)
         self._wake_up_sent = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -175,8 +180,9 @@ class EngineLoop:
                     taken = [self._beat_at - now]
                     self._note_step(taken[0])
                     engine.note_step_time(taken[0])
-                if commands or outputs or taken:
-                    self._report(LoopReport(outputs, rejections, stats, taken, False))
+                cache = self._cache_changes(self._beat_at)
+                if commands or outputs or taken or cache:
+                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache))
         except Exception as error:
             structlog.get_logger().error("engine_failed", error=type(error).__name__, exc_info=error)
             self._failed = True
@@ -216,6 +222,14 @@ class EngineLoop:
             return Rejection(command.request_id, command.epoch, "INVALID_REQUEST", str(error))
         return None
 
+    def _cache_changes(self, now: float) -> list[KVEvents]:
+        """What became hittable or stopped being so, at most each 100 ms and before the engine idles."""
+        if now - self._cache_told_at < CACHE_PERIOD_S and self._engine.has_work():
+            return []
+        self._cache_told_at = now
+        events = self._engine.take_kv_events()
+        return [events] if events.snapshot or events.stored or events.removed else []
+
     def _note_step(self, seconds: float) -> None:
         mean = self._mean_step_s
         self._mean_step_s = seconds if mean == 0.0 else mean + _MEAN_WEIGHT * (seconds - mean)
@@ -226,6 +240,7 @@ class EngineLoop:
             pending.outputs.extend(report.outputs)
             pending.rejections.extend(report.rejections)
             pending.step_seconds.extend(report.step_seconds)
+            pending.cache.extend(report.cache)
             self._pending = dataclasses.replace(
                 pending, stats=report.stats or pending.stats, failed=pending.failed or report.failed
             )

@@ -19,6 +19,7 @@ from services.common.clock import Clock
 from services.common.errors import MillraceError
 from services.common.metrics import Metrics
 from services.worker import wire
+from services.worker.cache_board import CacheBoard
 from services.worker.engine.outputs import EngineStats
 from services.worker.engine_loop import EngineLoop
 from services.worker.requests import RequestTable
@@ -57,6 +58,7 @@ class LoadBoard:
         self._changed = asyncio.Event()
         self._shown: tuple[object, ...] = ()
         self._sequence = 0
+        self.cache = CacheBoard(identity.instance)
         self.draining = False
         self.started = False
 

@@ -124,6 +124,13 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         async for snapshot in self._board.watch():
             yield snapshot
 
+    async def WatchCache(
+        self, request: worker_service_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> AsyncIterator[worker_service_pb2.WatchCacheResponse]:
+        """What is cached, and what changes, until the router leaves."""
+        async for message in self._board.cache.watch():
+            yield message
+
     async def Drain(
         self, request: worker_service_pb2.DrainRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_service_pb2.DrainResponse:

@@ -48,6 +48,7 @@ CALLERS = {
     "Submit": (ROUTER,),
     "Attach": (GATEWAY,),
     "Watch": (ROUTER,),
+    "WatchCache": (ROUTER,),
     "Drain": (ROUTER, OPERATOR),
 }
 CANARY_TIMEOUT_S = 120.0

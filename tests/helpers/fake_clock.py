@@ -30,6 +30,11 @@ class FakeClock:
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), future))
         await future
 
+    @property
+    def sleeper_count(self) -> int:
+        """How many wait for time to move."""
+        return len(self._sleepers)
+
     def jump(self, seconds: float) -> None:
         """Move time without letting any task run."""
         self._now += seconds

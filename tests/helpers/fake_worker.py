@@ -98,6 +98,10 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             except TimeoutError:
                 continue
 
+    async def WatchCache(self, request: Any, context: Any) -> AsyncIterator[worker_service_pb2.WatchCacheResponse]:
+        yield worker_service_pb2.WatchCacheResponse(worker_instance=self.instance, sequence=1, snapshot=True)
+        await asyncio.Event().wait()
+
     async def Submit(
         self, request: worker_service_pb2.SubmitRequest, context: Any
     ) -> worker_service_pb2.SubmitResponse:

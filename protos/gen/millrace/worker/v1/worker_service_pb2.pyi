@@ -823,6 +823,61 @@ class WatchResponse(_message.Message):
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
 @_typing.final
+class WatchCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTER_INSTANCE_FIELD_NUMBER: _builtins.int
+    router_instance: _builtins.str
+    def __init__(
+        self,
+        *,
+        router_instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_instance", b"router_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheRequest: _TypeAlias = WatchCacheRequest  # noqa: Y015
+
+@_typing.final
+class WatchCacheResponse(_message.Message):
+    """WatchCacheResponse changes the reader's copy of the set of cached blocks: first `removed`, then `stored`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    worker_instance: _builtins.str
+    sequence: _builtins.int
+    """Position of this message in the stream, from 1. After a gap the stream is to be opened again."""
+    snapshot: _builtins.bool
+    """Whatever the reader knew is replaced."""
+    stored: _builtins.bytes
+    """First 8 bytes of each block hash, joined; as in AdmissionEntry.block_hashes."""
+    removed: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        worker_instance: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        snapshot: _builtins.bool = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "sequence", b"sequence", "snapshot", b"snapshot", "stored", b"stored", "worker_instance", b"worker_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheResponse: _TypeAlias = WatchCacheResponse  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,6 +59,11 @@ class WorkerServiceStub:
                 request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchRequest.SerializeToString,
                 response_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/millrace.worker.v1.WorkerService/WatchCache',
+                request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchCacheResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/millrace.worker.v1.WorkerService/Drain',
                 request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainRequest.SerializeToString,
@@ -104,6 +109,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Stops taking work; running streams finish within the grace.
         """
@@ -138,6 +150,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchRequest.FromString,
                     response_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchCacheRequest.FromString,
+                    response_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchCacheResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -280,6 +297,33 @@ class WorkerService:
             '/millrace.worker.v1.WorkerService/Watch',
             millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchRequest.SerializeToString,
             millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.worker.v1.WorkerService/WatchCache',
+            millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchCacheRequest.SerializeToString,
+            millrace_dot_worker_dot_v1_dot_worker__service__pb2.WatchCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class WorkerServiceStub:
     """One stream per gateway-worker pair, dialled by the gateway: tokens one way, acks and cancels the other."""
     Watch: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WatchRequest, _worker_service_pb2.WatchResponse]
     """Room and health, on change within 5 ms and at least each second."""
+    WatchCache: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WatchCacheRequest, _worker_service_pb2.WatchCacheResponse]
+    """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.DrainRequest, _worker_service_pb2.DrainResponse]
     """Stops taking work; running streams finish within the grace."""
 
@@ -57,6 +59,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """One stream per gateway-worker pair, dialled by the gateway: tokens one way, acks and cancels the other."""
     Watch: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WatchRequest, _worker_service_pb2.WatchResponse]  # type: ignore[assignment]
     """Room and health, on change within 5 ms and at least each second."""
+    WatchCache: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WatchCacheRequest, _worker_service_pb2.WatchCacheResponse]  # type: ignore[assignment]
+    """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.DrainRequest, _worker_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking work; running streams finish within the grace."""
 
@@ -100,6 +104,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.WatchResponse], _abc.AsyncIterator[_worker_service_pb2.WatchResponse]]:
         """Room and health, on change within 5 ms and at least each second."""
+
+    @_abc_1.abstractmethod
+    def WatchCache(
+        self,
+        request: _worker_service_pb2.WatchCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.WatchCacheResponse], _abc.AsyncIterator[_worker_service_pb2.WatchCacheResponse]]:
+        """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
 
     @_abc_1.abstractmethod
     def Drain(
