@@ -13,7 +13,11 @@ from services.worker.models.tensors import FloatArray, StoredTensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """One block. Matrices are (outputs, inputs); biases are absent unless the config says `qkv_bias`."""
+    """One block. Matrices are (outputs, inputs).
+
+    Biases are absent unless the config says `qkv_bias`, the last four norms unless it says `extra_norms`:
+    `query_norm` and `key_norm` (head_dim,), the others (hidden,).
+    """
 
     input_norm: FloatArray
     post_norm: FloatArray
@@ -27,6 +31,10 @@ class LayerTensors:
     query_bias: FloatArray | None = None
     key_bias: FloatArray | None = None
     value_bias: FloatArray | None = None
+    query_norm: FloatArray | None = None
+    key_norm: FloatArray | None = None
+    attention_out_norm: FloatArray | None = None
+    feed_forward_out_norm: FloatArray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

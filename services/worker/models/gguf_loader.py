@@ -13,6 +13,7 @@ import numpy as np
 from services.worker.models import gguf_metadata as meta
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.errors import ModelLoadError
+from services.worker.models.gemma3 import gemma3_config
 from services.worker.models.gguf_file import GGUFFile, read_gguf
 from services.worker.models.model_config import ModelConfig, RopeConfig, RopeScaling, check_config
 from services.worker.models.tensors import GGMLType, IndexArray, NamedTensors, StoredTensor
@@ -20,7 +21,7 @@ from services.worker.models.tokenizer_export import TokenizerExport, tokenizer_f
 
 # Architectures whose query and key rows are stored for interleaved rope pairs.
 _PERMUTED = frozenset({"llama"})
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2"}
+_FAMILIES = {"gemma3": "gemma3", "llama": "llama", "qwen2": "qwen2"}
 _TOP_NAMES = {
     "token_embd.weight": "embed.weight",
     "output_norm.weight": "norm.weight",
@@ -39,6 +40,10 @@ _LAYER_NAMES = {
     "ffn_gate.weight": "gate_proj.weight",
     "ffn_up.weight": "up_proj.weight",
     "ffn_down.weight": "down_proj.weight",
+    "attn_q_norm.weight": "q_norm.weight",
+    "attn_k_norm.weight": "k_norm.weight",
+    "post_attention_norm.weight": "attention_out_norm.weight",
+    "post_ffw_norm.weight": "feed_forward_out_norm.weight",
 }
 _PLAIN = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 
@@ -77,7 +82,7 @@ def _config(file: GGUFFile, tokenizer: TokenizerExport) -> ModelConfig:
     head_dim = meta.optional_int(data, f"{architecture}.attention.key_length") or hidden // heads
     kv_heads = meta.optional_int(data, f"{architecture}.attention.head_count_kv") or heads
     context = meta.required_int(data, f"{architecture}.context_length")
-    return ModelConfig(
+    config = ModelConfig(
         family=_FAMILIES[architecture],
         vocab_size=tokenizer.vocab_size,
         embedding_rows=embedding.shape[0],
@@ -93,6 +98,9 @@ def _config(file: GGUFFile, tokenizer: TokenizerExport) -> ModelConfig:
         tied_embeddings="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
     )
+    if config.family == "gemma3":
+        return gemma3_config(config, meta.optional_int(data, "gemma3.attention.sliding_window"))
+    return config
 
 
 def _rope(file: GGUFFile, architecture: str, head_dim: int, context: int) -> RopeConfig:

@@ -25,6 +25,9 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerTenso
     def bias(name: str, width: int) -> FloatArray | None:
         return source.take(f"{prefix}{name}.bias", (width,)).float32() if config.qkv_bias else None
 
+    def extra_norm(name: str, width: int) -> FloatArray | None:
+        return source.take(f"{prefix}{name}.weight", (width,)).float32() if config.extra_norms else None
+
     return LayerTensors(
         input_norm=source.take(prefix + "input_norm.weight", (hidden,)).float32(),
         post_norm=source.take(prefix + "post_norm.weight", (hidden,)).float32(),
@@ -38,4 +41,8 @@ def _layer(config: ModelConfig, source: TensorSource, prefix: str) -> LayerTenso
         query_bias=bias("q_proj", config.query_width),
         key_bias=bias("k_proj", config.kv_width),
         value_bias=bias("v_proj", config.kv_width),
+        query_norm=extra_norm("q_norm", config.head_dim),
+        key_norm=extra_norm("k_norm", config.head_dim),
+        attention_out_norm=extra_norm("attention_out_norm", hidden),
+        feed_forward_out_norm=extra_norm("feed_forward_out_norm", hidden),
     )

@@ -46,9 +46,36 @@ class RopeConfig:
     freq_factors: tuple[float, ...] = ()
 
 
+class Activation(enum.Enum):
+    """What the gate of the feed-forward part goes through."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu (tanh)"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Layers that see the last `tokens` positions only (their own among them), with `rope` of their own.
+
+    Every layer but the last of each `period` is one.
+    """
+
+    tokens: int
+    period: int
+    rope: RopeConfig
+
+    def covers(self, layer: int) -> bool:
+        """Whether `layer`, from 0, is one of them."""
+        return (layer + 1) % self.period != 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of one model. `vocab_size` counts real tokens, `embedding_rows` the rows of the matrix (>= vocab_size)."""
+    """Shape of one model. `vocab_size` counts real tokens, `embedding_rows` the rows of the matrix (>= vocab_size).
+
+    `attention_scale` multiplies the scores, None for head_dim ** -0.5. `extra_norms`: a block also norms each head's
+    query and key, and what attention and feed-forward give before it is added.
+    """
 
     family: str
     vocab_size: int
@@ -64,6 +91,17 @@ class ModelConfig:
     rope: RopeConfig
     tied_embeddings: bool
     qkv_bias: bool = False
+    activation: Activation = Activation.SILU
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    extra_norms: bool = False
+    sliding_window: SlidingWindow | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """A block as Llama's, with or without biases of its projections."""
+        is_scaled = self.embedding_scale != 1.0 or self.attention_scale is not None
+        return not (is_scaled or self.extra_norms or self.sliding_window or self.activation is not Activation.SILU)
 
     @property
     def query_width(self) -> int:
@@ -105,12 +143,15 @@ def check_config(config: ModelConfig) -> ModelConfig:
         raise ModelLoadError(f"{config.head_count} heads cannot share {config.kv_head_count} key/value heads evenly")
     if not 0.0 < config.norm_eps < 1.0:
         raise ModelLoadError(f"the model's norm epsilon is {config.norm_eps}, outside 0 to 1")
-    _check_rope(config)
+    _check_rope(config, config.rope)
+    if config.sliding_window is not None:
+        if config.sliding_window.tokens < 1:
+            raise ModelLoadError(f"the model's sliding window is {config.sliding_window.tokens} tokens")
+        _check_rope(config, config.sliding_window.rope)
     return config
 
 
-def _check_rope(config: ModelConfig) -> None:
-    rope = config.rope
+def _check_rope(config: ModelConfig, rope: RopeConfig) -> None:
     if not (math.isfinite(rope.theta) and rope.theta > 0):
         raise ModelLoadError(f"the model's rope base is {rope.theta}, not a positive number")
     if rope.dimension != config.head_dim or rope.dimension % 2:

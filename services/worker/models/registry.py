@@ -12,6 +12,7 @@ from services.worker.models.qwen2 import qwen2_tensors
 from services.worker.models.tensors import TensorSource
 
 _FAMILIES: dict[str, Callable[[ModelConfig, TensorSource], DecoderTensors]] = {
+    "gemma3": llama_tensors,
     "llama": llama_tensors,
     "qwen2": qwen2_tensors,
 }

@@ -240,6 +240,8 @@ def _draft(
 def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple[CpuKernels | None, str]:
     if not options.compiled_kernels:
         return None, "they are switched off"
+    if not config.is_plain:
+        return None, f"they do not know the blocks of the family {config.family}"
     reason = unsupported(config, options.block_size, KV_DTYPES[_kv_dtype(options)])
     if reason is not None:
         return None, reason

@@ -6,16 +6,19 @@ Owns dequantised weights. Not batch-invariant (matrix sizes change torch's summa
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from services.worker.models.decoder import DecoderTensors, LayerTensors
-from services.worker.models.model_config import ModelConfig
+from services.worker.models.model_config import Activation, ModelConfig
 from services.worker.models.rope import rope_tables
 from services.worker.runtime.forward import StepInputs
 from services.worker.runtime.kv_store import KVStore
+
+_ACTIVATIONS = {Activation.SILU: F.silu, Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh")}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +30,10 @@ class _Layer:
     output: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    attention_out_norm: torch.Tensor | None
+    feed_forward_out_norm: torch.Tensor | None
 
 
 class TorchForward:
@@ -41,7 +48,10 @@ class TorchForward:
         self._head = head[: config.vocab_size]
         self._norm = torch.from_numpy(tensors.norm)
         self._layers = [_layer(layer) for layer in tensors.layers]
-        self._cos, self._sin = rope_tables(config.rope, max_model_len)
+        self._rope = rope_tables(config.rope, max_model_len)
+        sliding = config.sliding_window
+        self._local_rope = self._rope if sliding is None else rope_tables(sliding.rope, max_model_len)
+        self._activation = _ACTIVATIONS[config.activation]
         self.weight_bytes = config.parameter_count * 4
 
     @property
@@ -53,22 +63,32 @@ class TorchForward:
         """See `Forward`."""
         positions = torch.from_numpy(inputs.positions).long()
         blocks, offsets = _slots(inputs, store.block_size)
-        cos, sin = self._cos[positions, None], self._sin[positions, None]
-        x = self._embedding[torch.from_numpy(inputs.token_ids).long()]
+        turns = [table[positions, None] for table in self._rope]
+        local_turns = [table[positions, None] for table in self._local_rope]
+        x = self._embedding[torch.from_numpy(inputs.token_ids).long()] * self._config.embedding_scale
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, x, cos, sin)
+            window = self._window(index)
+            query, key, value = self._project(layer, x, *(turns if window is None else local_turns))
             store.keys(index)[blocks, :, :, offsets] = key.to(store.data.dtype)
             store.values(index)[blocks, :, offsets] = value.to(store.data.dtype)
-            attended = self._attend(query, inputs, store, index)
-            x = x + F.linear(attended, layer.output)
+            attended = F.linear(self._attend(query, inputs, store, index, window), layer.output)
+            x = x + self._normed(attended, layer.attention_out_norm)
             gate, up = F.linear(_rms_norm(x, layer.post_norm, self._config), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            down = F.linear(self._activation(gate) * up, layer.down)
+            x = x + self._normed(down, layer.feed_forward_out_norm)
         return _rms_norm(x[torch.from_numpy(inputs.selected).long()], self._norm, self._config)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Forward`."""
         return F.linear(hidden, self._head)
+
+    def _window(self, layer: int) -> int | None:
+        sliding = self._config.sliding_window
+        return sliding.tokens if sliding is not None and sliding.covers(layer) else None
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return x if weight is None else _rms_norm(x, weight, self._config)
 
     def _project(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -78,10 +98,14 @@ class TorchForward:
         ends = (config.query_width, config.query_width + config.kv_width)
         parts = mixed[:, : ends[0]], mixed[:, ends[0] : ends[1]], mixed[:, ends[1] :]
         query, key, value = (part.reshape(len(x), -1, config.head_dim) for part in parts)
+        query, key = self._normed(query, layer.query_norm), self._normed(key, layer.key_norm)
         return _rotate(query, cos, sin), _rotate(key, cos, sin), value
 
-    def _attend(self, query: torch.Tensor, inputs: StepInputs, store: KVStore, layer: int) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, inputs: StepInputs, store: KVStore, layer: int, window: int | None
+    ) -> torch.Tensor:
         config = self._config
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         group = config.head_count // config.kv_head_count
         keys, values = store.keys(layer), store.values(layer)
         parts = []
@@ -91,10 +115,12 @@ class TorchForward:
             key = keys[blocks].permute(1, 2, 0, 3).flatten(2)[:, :, :length].float()
             value = values[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
             q = query[start:end].view(end - start, config.kv_head_count, group, config.head_dim).permute(1, 2, 0, 3)
-            scores = q @ key[:, None] * config.head_dim**-0.5
+            scores = q @ key[:, None] * scale
             limits = torch.from_numpy(inputs.positions[start:end]).long()
-            future = torch.arange(length) > limits[:, None]
-            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            unseen = torch.arange(length) > limits[:, None]
+            if window is not None:
+                unseen |= torch.arange(length) <= limits[:, None] - window
+            weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             parts.append((weights @ value[:, None]).permute(2, 0, 1, 3).flatten(1))
         return torch.cat(parts)
 
@@ -116,6 +142,10 @@ def _layer(layer: LayerTensors) -> _Layer:
         output=torch.from_numpy(layer.output.float32()),
         gate_up=gate_up,
         down=torch.from_numpy(layer.down.float32()),
+        query_norm=joined(layer.query_norm),
+        key_norm=joined(layer.key_norm),
+        attention_out_norm=joined(layer.attention_out_norm),
+        feed_forward_out_norm=joined(layer.feed_forward_out_norm),
     )
 
 
