@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from services.worker.models.rope import rope_tables
 from services.worker.runtime.forward import StepInputs
 from services.worker.runtime.kv_store import KVStore
 
-_ACTIVATIONS = {Activation.SILU: F.silu, Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
