@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli import admin_key, audit, chat, down, evaluate, key, price, status, tenant, up, usage
+from cli import admin_key, audit, bench, chat, down, evaluate, key, price, status, tenant, up, usage
 
 app = typer.Typer(
     name="millrace",
@@ -17,6 +17,7 @@ app.command()(down.down)
 app.command()(status.status)
 app.command()(chat.chat)
 app.command(name="eval")(evaluate.evaluate)
+app.command()(bench.bench)
 app.add_typer(usage.app, name="usage", help="Read the ledger.")
 app.add_typer(price.app, name="price", help="Set and list what tokens cost.")
 app.add_typer(key.app, name="key", help="Create, change, list, rotate and revoke API keys.")

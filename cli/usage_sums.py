@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.price import amount, stamp
+from cli.svg_chart import Series, bar_chart
 from cli.tenant import Address
 from cli.up import fail
-from cli.usage_chart import Series, bar_chart
 from cli.usage_client import Metadata, call_usage
 from cli.usage_files import whole_file
 
@@ -101,7 +101,7 @@ def report(
     if chart is not None:
         labels = [day.isoformat() for day in days]
         with whole_file(chart) as out:
-            out.write(bar_chart("Billed tokens a day", labels, series))
+            out.write(bar_chart("Billed tokens a day", labels, series, short_label=lambda day: day[5:]))
         print(f"Wrote {chart}.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +150,19 @@ def test_with_tls_between_services_a_request_is_answered_and_administrators_are_
     finally:
         if secure.process.poll() is None:
             secure.kill_all()
+
+
+def test_bench_ramps_to_the_knee_and_says_what_is_wrong(stack: Stack, tmp_path: Path) -> None:
+    load = ("--requests", "6", "--prompt-words", "20", "--output-tokens", "5", "--ttft-target-ms", "60000")
+    report, plot = tmp_path / "report.json", tmp_path / "goodput.svg"
+
+    ramp = millrace(stack.home, "bench", "--ramp", "20:40:20", *load, "--out", str(report), "--plot", str(plot))
+    wrong_key = millrace(stack.home, "bench", "--key", "mr_wrong", *load)
+
+    assert ramp.returncode == 0, ramp.stderr
+    assert "Knee: 40 requests/s" in ramp.stdout
+    results = json.loads(report.read_text())["results"]
+    assert [(r["rate"], r["completed"], r["output_tokens"]) for r in results] == [(20.0, 6, 30), (40.0, 6, 30)]
+    assert plot.read_text().startswith("<svg")
+    assert wrong_key.returncode == 2
+    assert "401" in wrong_key.stderr

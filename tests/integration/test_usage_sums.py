@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from cli.main import app as millrace
-from cli.usage_chart import Series, bar_chart
+from cli.svg_chart import Series, bar_chart
 from services.usage.config import UsageConfig
 from services.usage.store import Store
 from services.usage.wiring import UsageApp, build

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 900, 380
@@ -23,8 +23,13 @@ class Series:
     values: tuple[int, ...]
 
 
-def bar_chart(title: str, labels: Sequence[str], series: Sequence[Series]) -> str:
-    """The chart as an SVG document. Every series has as many values as there are labels."""
+def bar_chart(
+    title: str, labels: Sequence[str], series: Sequence[Series], *, short_label: Callable[[str], str] = str
+) -> str:
+    """The chart as an SVG document. Every series has as many values as there are labels.
+
+    `short_label` makes what stands under the bars of a label.
+    """
     top = nice_ceiling(max((value for each in series for value in each.values), default=0))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
@@ -34,6 +39,7 @@ def bar_chart(title: str, labels: Sequence[str], series: Sequence[Series]) -> st
         *_legend(series),
         *_grid(top),
         *_bars(labels, series, top),
+        *_ticks([short_label(label) for label in labels]),
         "</svg>\n",
     ]
     return "\n".join(parts)
@@ -71,7 +77,6 @@ def _bars(labels: Sequence[str], series: Sequence[Series], top: int) -> list[str
     parts = []
     slot = (WIDTH - LEFT - RIGHT) / max(1, len(labels))
     bar = slot * 0.8 / max(1, len(series))
-    every = -(-len(labels) // MAX_LABELS)
     for place, label in enumerate(labels):
         start = LEFT + slot * (place + 0.1)
         for index, each in enumerate(series):
@@ -82,12 +87,17 @@ def _bars(labels: Sequence[str], series: Sequence[Series], top: int) -> list[str
                 f'height="{HEIGHT - BOTTOM - y:.1f}" fill="{COLOURS[index % len(COLOURS)]}">'
                 f"<title>{escape(each.name)}, {escape(label)}: {value:,}</title></rect>"
             )
-        if place % every == 0:
-            middle = start + slot * 0.4
-            parts.append(
-                f'<text x="{middle:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{escape(label[5:])}</text>'
-            )
     return parts
+
+
+def _ticks(labels: Sequence[str]) -> list[str]:
+    slot = (WIDTH - LEFT - RIGHT) / max(1, len(labels))
+    every = -(-len(labels) // MAX_LABELS)
+    return [
+        f'<text x="{LEFT + slot * (place + 0.5):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">'
+        f"{escape(labels[place])}</text>"
+        for place in range(0, len(labels), max(1, every))
+    ]
 
 
 def _y(value: int, top: int) -> float:
