@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from services.common.admission_types import (
     Pool,
     PoolCaps,
     Queued,
+    QuotaLimits,
     Refusal,
     RequestPhase,
     RequestRecord,
@@ -53,6 +55,7 @@ _RECORD = ("state", "epoch", "owner", "gw", "attempt", "terminal", "reason", "te
 _WORKERS = [slot_key("registry", name) for name in ("workers", "worker_info", "pools")]
 _GATEWAYS = [slot_key("registry", name) for name in ("gateways", "gateway_info", "pools")]
 _KEYS = slot_key("keys", "table")
+_CAPS, _LIMITS = (operator.attrgetter(*(f.name for f in dataclasses.fields(kind))) for kind in (PoolCaps, QuotaLimits))
 _EPOCH_DAY = datetime.date(1970, 1, 1).toordinal()
 
 
@@ -158,7 +161,7 @@ class AdmissionStore:
             "enqueue",
             [pool_key(pool, "q"), slot_key(pool.tag, f"req:{entry.request_id}")],
             *(*head, weight, entry.deadline_ms, remaining_ms, *owner, event, entry.SerializeToString()),
-            *dataclasses.astuple(caps),
+            *_CAPS(caps),
         )
         if reply[0] == b"":
             return Refusal(reply[1].decode(), int(reply[2]))
@@ -354,7 +357,7 @@ def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def _limit_args(ask: Reserve) -> tuple[int | None, ...]:
-    return dataclasses.astuple(ask.limits) + (dataclasses.astuple(ask.key_limits) if ask.key_id else ())
+    return _LIMITS(ask.limits) + (_LIMITS(ask.key_limits) if ask.key_id else ())
 
 
 def _spent_args(spent: Spent) -> tuple[int, ...]:
