@@ -116,6 +116,9 @@ def bench(
     """
     if sum(each is not None for each in (rate, ramp, concurrency, trace)) > 1:
         raise fail("Give one of --rate, --ramp, --concurrency and --trace.")
+    for path in (out, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise fail(f"The folder of {path} does not exist.")
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     targets = Targets(ttft_target_ms or None, tpot_target_ms or None, e2e_target_s or None)
     try:
@@ -214,7 +217,7 @@ def _goodput_table(summaries: Sequence[Summary], targets: Targets) -> Table:
     asked = [f"TTFT ≤ {targets.ttft_ms:g} ms"] if targets.ttft_ms is not None else []
     asked += [f"TPOT ≤ {targets.tpot_ms:g} ms"] if targets.tpot_ms is not None else []
     asked += [f"E2E ≤ {targets.e2e_s:g} s"] if targets.e2e_s is not None else []
-    table = Table(title=f"Goodput: {', '.join(asked) or 'completed'}")
+    table = Table(title=f"Goodput: {', '.join(asked) or 'completed'}", padding=0)
     for name in (
         "offered/s",
         "goodput",

@@ -112,7 +112,8 @@ def warm_up_job(seed: int) -> Job:
 def trace_jobs(lines: Iterable[str], *, seed: int) -> list[Job]:
     """Jobs of a trace in Mooncake's format: JSON lines of `timestamp` (ms), `input_length`, `output_length`.
 
-    With `hash_ids` prompts of equal ids begin with equal text, 512 words an id. Raises ValueError with line and reason.
+    With `hash_ids` prompts of equal ids begin with equal text, 512 words an id.
+    The first is due at once. Raises ValueError with line and reason.
     """
     rng, jobs = seeded(seed), []
     for number, line in enumerate(lines, 1):
@@ -122,14 +123,16 @@ def trace_jobs(lines: Iterable[str], *, seed: int) -> list[Job]:
             entry = json.loads(line)
             due, length, output = float(entry["timestamp"]) / 1000, int(entry["input_length"]), entry["output_length"]
             blocks = [words(seeded(f"{seed}/{each}"), TRACE_BLOCK) for each in entry.get("hash_ids", ())]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"line {number} is no trace entry: {error!r}") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"line {number} is no object with timestamp, input_length and output_length") from None
         if not (0 <= due < math.inf and length >= 1 and isinstance(output, int) and output >= 1):
             raise ValueError(f"line {number}: a timestamp is not negative, lengths are at least 1")
         known = " ".join(blocks).split()[:length]
         jobs.append(Job(" ".join([*known, *rng.choices(WORDS, k=length - len(known))]), output, due))
     if not jobs:
         raise ValueError("it has no entries")
+    start = min(job.due_s for job in jobs)
+    jobs = [dataclasses.replace(job, due_s=job.due_s - start) for job in jobs]
     return sorted(jobs, key=lambda job: job.due_s)
 
 
@@ -254,7 +257,7 @@ def summarise(outcomes: Sequence[Outcome], targets: Targets, *, rate: float | No
     """Figures of at least one outcome."""
     good = [each for each in outcomes if each.ending is Ending.COMPLETED]
     endings = Counter(each.ending for each in outcomes)
-    wall = max(1e-9, max(each.end_s for each in outcomes) - min(each.due_s for each in outcomes))
+    wall = max(each.end_s for each in outcomes)
     met = sum(targets.met_by(each) for each in outcomes)
     tokens_in, tokens_out = sum(each.prompt_tokens for each in good), sum(each.completion_tokens for each in good)
     return Summary(

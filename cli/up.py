@@ -28,7 +28,9 @@ _STOP_ORDER = (("gateway",), ("router",), ("worker",), ("usage",), ("redis",))
 
 def fail(message: str) -> typer.Exit:
     """Print one plain sentence; exit code 2."""
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", style="red", markup=False)
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
+        f"error: {message}", style="red", markup=False
+    )
     return typer.Exit(2)
 
 

@@ -83,9 +83,9 @@ def test_every_prompt_begins_with_the_shared_words_and_goes_on_with_its_own() ->
 
 def test_a_trace_gives_arrivals_lengths_and_shared_beginnings() -> None:
     entries = [
-        {"timestamp": 2500, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]},
-        {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [1, 3]},
-        {"timestamp": 3000, "input_length": 40, "output_length": 4},
+        {"timestamp": 9500, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]},
+        {"timestamp": 7000, "input_length": 700, "output_length": 3, "hash_ids": [1, 3]},
+        {"timestamp": 10000, "input_length": 40, "output_length": 4},
     ]
 
     jobs = trace_jobs([*map(json.dumps, entries), ""], seed=1)
