@@ -14,10 +14,10 @@ _POOL = "~mr:{*/*/*}:*"
 _REGISTRY = "~mr:{registry}:*"
 _TENANTS = " ".join(f"~mr:{{*}}:{name}" for name in _TENANT)
 _KEYS = "~mr:{keys}:*"
-_STREAMS = "~mr:{*}:stream:* ~mr:{*}:idem:*"
+_STREAMS = "~mr:{*}:stream:* ~mr:{*}:idem:* ~mr:{*}:batch_runner"
 _LEDGER = "~mr:{*/*/*}:usage ~mr:{*/*/*}:committed ~mr:{*}:budget* ~mr:{*}:live"
 RULES = {
-    # Admits, reads keys, keeps answers that clients may come back for; cancels travel by channel.
+    # Admits, reads keys, keeps answers that clients may come back for, leases batches; cancels travel by channel.
     "gateway": f"{_POOL} {_REGISTRY} {_TENANTS} {_STREAMS} {_KEYS} &*",
     # Claims and reaps: settles reservations, never sees a key.
     "router": f"{_POOL} {_REGISTRY} {_TENANTS} resetchannels",

@@ -20,8 +20,10 @@ from services.common.errors import InvalidRequest, MillraceError, NotFound
 from services.common.metrics import Metrics
 from services.gateway import openapi
 from services.gateway.api_types import CancelAnswer, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from services.gateway.batches_endpoint import BatchesEndpoint
 from services.gateway.embedding import Embedder
 from services.gateway.embedding_endpoint import EmbeddingEndpoint
+from services.gateway.files_endpoint import FilesEndpoint
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import KeyRing
 from services.gateway.handlers import StreamEndpoint, chat_endpoint, completion_endpoint
@@ -107,6 +109,8 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     described = openapi.document()
     embeddings = EmbeddingEndpoint(Embedder(parts.generator, validator))
     responses = ResponsesEndpoint(parts, validator)
+    files = FilesEndpoint(parts.files, limits)
+    batches = BatchesEndpoint(parts, limits)
 
     async def description(_request: Request) -> Response:
         return Response(described, media_type="application/json")
@@ -136,6 +140,15 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         Route("/v1/responses/{id}", responses.get, methods=["GET"]),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/files", files.create, methods=["POST"]),
+        Route("/v1/files", files.list, methods=["GET"]),
+        Route("/v1/files/{id}", files.get, methods=["GET"]),
+        Route("/v1/files/{id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", files.content, methods=["GET"]),
+        Route("/v1/batches", batches.create, methods=["POST"]),
+        Route("/v1/batches", batches.list, methods=["GET"]),
+        Route("/v1/batches/{id}", batches.get, methods=["GET"]),
+        Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
         Route("/v1/streams/{request_id}", streams, methods=["GET"]),
         Route("/v1/embeddings", JsonEndpoint(EmbeddingRequest, embeddings.embed, limits), methods=["POST"]),
         Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),

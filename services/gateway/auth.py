@@ -49,7 +49,10 @@ class CachedKeyRing:
     async def authenticate(self, authorization: str | None) -> KeyRecord:
         """The key behind `Bearer <secret>`. Raises Unauthenticated, PermissionDenied for a key of another scope, or
         StoreUnavailable when it cannot be known."""
-        digest = hashlib.sha256(_secret_of(authorization).encode()).digest()
+        return await self.of_digest(digest_of(authorization))
+
+    async def of_digest(self, digest: bytes) -> KeyRecord:
+        """The key whose secret has this digest: for work that outlives its request. Raises as `authenticate`."""
         known = self._cache.get(digest)
         if known is None or self._clock.monotonic() - known.read_at >= CACHE_S:
             known = await self._ask(digest, known)
@@ -85,6 +88,11 @@ class CachedKeyRing:
         if len(self._cache) > _MAX_CACHED:
             self._cache.popitem(last=False)
         return known
+
+
+def digest_of(authorization: str | None) -> bytes:
+    """SHA-256 of the secret in `Bearer <secret>`. Raises Unauthenticated."""
+    return hashlib.sha256(_secret_of(authorization).encode()).digest()
 
 
 def _secret_of(authorization: str | None) -> str:

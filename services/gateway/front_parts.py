@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.common.clock import Clock
+from services.gateway.batch_store import BatchStore, FileStore
 from services.gateway.generation import Generator, KeyRing, ModelDirectory
 from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.response_store import ResponseStore
@@ -14,7 +15,7 @@ from services.gateway.template_renderer import TemplateRenderer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontParts:
-    """`renderer`, `grammars`, `answers` and `responses` are started and closed by wiring."""
+    """`renderer`, `grammars`, `answers` and the stores are started and closed by wiring."""
 
     generator: Generator
     directory: ModelDirectory
@@ -24,3 +25,5 @@ class FrontParts:
     grammars: GrammarChecker
     answers: ResumableAnswers
     responses: ResponseStore
+    files: FileStore
+    batches: BatchStore

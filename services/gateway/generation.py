@@ -146,3 +146,7 @@ class KeyRing(Protocol):
     async def authenticate(self, authorization: str | None) -> KeyRecord:
         """The key behind `Bearer <secret>`. Raises Unauthenticated, or StoreUnavailable when it cannot be known."""
         ...
+
+    async def of_digest(self, digest: bytes) -> KeyRecord:
+        """The key whose secret has this SHA-256 digest, as it is now. Raises as `authenticate`."""
+        ...

@@ -38,6 +38,15 @@ class Limits:
     schema_branches: int = 32
     schema_enum: int = 512
     pattern_bytes: int = 512
+    batch_file_bytes: int = 100 * 1024 * 1024
+    batch_lines: int = 50_000
+    batch_line_bytes: int = 1024 * 1024
+    custom_id_bytes: int = 256
+    file_name_bytes: int = 256
+    upload_timeout_s: float = 600.0
+    tenant_file_bytes: int = 2 * 1024 * 1024 * 1024
+    tenant_files: int = 1_000
+    unfinished_batches: int = 64
     # What a request gets that names no limit of its own.
     default_completion_tokens: int = 16
     default_chat_tokens: int = 4_096

@@ -23,6 +23,7 @@ from services.gateway.api_types import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from services.gateway.batch_types import Batch, BatchBody, BatchList, FileDeleted, FileList, FileObject, FileUpload
 from services.gateway.chat_template import JsonValue
 from services.gateway.openai_draft import served_values
 from services.gateway.openai_types import ChatRequest, CompletionRequest
@@ -51,6 +52,8 @@ class Operation:
     answer: type | None = None
     streams: bool = False
     public: bool = False
+    takes: str = "application/json"
+    gives: str = "application/json"
 
 
 OPERATIONS = (
@@ -66,6 +69,15 @@ OPERATIONS = (
     Operation("get", "/v1/responses/{id}", "A response that is kept.", answer=dict),
     Operation("delete", "/v1/responses/{id}", "Forget a response.", answer=dict),
     Operation("post", "/v1/responses/{id}/cancel", "Stop a response that runs.", answer=dict),
+    Operation("post", "/v1/files", "Keep a file.", FileUpload, FileObject, takes="multipart/form-data"),
+    Operation("get", "/v1/files", "Files, newest first.", answer=FileList),
+    Operation("get", "/v1/files/{id}", "A file's facts.", answer=FileObject),
+    Operation("delete", "/v1/files/{id}", "Forget a file.", answer=FileDeleted),
+    Operation("get", "/v1/files/{id}/content", "A file's bytes.", answer=bytes, gives="application/octet-stream"),
+    Operation("post", "/v1/batches", "Run the requests of a file.", BatchBody, Batch),
+    Operation("get", "/v1/batches", "Batches, newest first.", answer=BatchList),
+    Operation("get", "/v1/batches/{id}", "A batch.", answer=Batch),
+    Operation("post", "/v1/batches/{id}/cancel", "Start no more lines of a batch.", answer=Batch),
     Operation("get", "/v1/streams/{request_id}", "A resumable stream, again or further.", streams=True),
     Operation("post", "/v1/embeddings", "A vector for each input.", EmbeddingRequest, EmbeddingAnswer),
     Operation("post", "/v1/requests/{id}/cancel", "Stop a request of the key's tenant.", answer=CancelAnswer),
@@ -102,7 +114,7 @@ def document() -> bytes:
 
 
 def _operation(each: Operation, by_type: dict[type, Json]) -> Json:
-    good: Json = {} if each.answer is None else {"application/json": {"schema": by_type[each.answer]}}
+    good: Json = {} if each.answer is None else {each.gives: {"schema": by_type[each.answer]}}
     if each.streams:
         good["text/event-stream"] = {"schema": _EVENT}
     described: Json = {
@@ -118,7 +130,7 @@ def _operation(each: Operation, by_type: dict[type, Json]) -> Json:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if each.body is not None:
-        content = {"application/json": {"schema": by_type[each.body]}}
+        content = {each.takes: {"schema": by_type[each.body]}}
         described["requestBody"] = {"required": True, "content": content}
     if each.public:
         described["security"] = []

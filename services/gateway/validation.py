@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from millrace.common.v1 import common_pb2
 
@@ -203,9 +203,14 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 def _check_labels(draft: RequestDraft, limits: Limits) -> None:
     if len(draft.user.encode()) > limits.user_bytes:
         raise InvalidRequest(f"`user` takes at most {limits.user_bytes} bytes.", param="user")
-    if len(draft.metadata) > limits.metadata_entries:
+    check_metadata(draft.metadata, limits)
+
+
+def check_metadata(metadata: Mapping[str, str], limits: Limits) -> None:
+    """Raises InvalidRequest for too many or too long labels."""
+    if len(metadata) > limits.metadata_entries:
         raise InvalidRequest(f"`metadata` takes at most {limits.metadata_entries} entries.", param="metadata")
-    for name, value in draft.metadata.items():
+    for name, value in metadata.items():
         if len(name.encode()) > limits.metadata_key_bytes or len(value.encode()) > limits.metadata_value_bytes:
             sizes = f"{limits.metadata_key_bytes} bytes, values {limits.metadata_value_bytes}"
             raise InvalidRequest(f"`metadata` keys take at most {sizes}.", param="metadata")

@@ -16,11 +16,15 @@ from services.common.lifecycle import StartupError, new_instance_id
 from services.common.metrics import MetricsServer, start_metrics_server
 from services.gateway.app import create_app
 from services.gateway.back import Back, build_parts
+from services.gateway.batch_lines import LineDoor
+from services.gateway.batch_runner import BatchRunner, line_runner
+from services.gateway.batch_store import BatchStore, FileStore, batch_database
 from services.gateway.config import GatewayConfig
 from services.gateway.front_parts import FrontParts
 from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from services.gateway.idempotency_store import IdempotencyStore
+from services.gateway.limits import Limits
 from services.gateway.peers import Peers
 from services.gateway.response_store import SqliteResponseStore
 from services.gateway.resumable import ResumableAnswers
@@ -41,6 +45,9 @@ class GatewayApp:
         )
         store_dir = Path(config.store_dir) if config.store_dir else Path(config.data_dir) / "store"
         self._responses = SqliteResponseStore(store_dir, parts.clock)
+        self._database = batch_database(store_dir)
+        self._runner: BatchRunner | None = None
+        self._store_dir = store_dir
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
         self._metrics: MetricsServer | None = None
@@ -77,11 +84,14 @@ class GatewayApp:
             await self._grpc.stop(0.5)
         if self._metrics is not None:
             await self._metrics.close()
+        if self._runner is not None:
+            await self._runner.close()
         await self.answers.close()
         await self.back.stop()
         await self._renderer.close()
         await self._grammars.close()
         await self._responses.close()
+        await self._database.close()
 
     async def _start(self) -> None:
         back, parts = self.back, self.back.parts
@@ -95,6 +105,8 @@ class GatewayApp:
             self._grammars,
             self.answers,
             self._responses,
+            FileStore(self._database, self._store_dir / "files", parts.clock, Limits()),
+            BatchStore(self._database, Limits()),
         )
         app = create_app(front, metrics=parts.metrics, ready=back.ready)
         self._http = HttpServer(app, opened)
@@ -112,6 +124,8 @@ class GatewayApp:
         )
         await self._renderer.start()
         back.start(self._config.advertise or self._grpc.address)
+        self._runner = BatchRunner(front.batches, front.files, line_runner(LineDoor(front), front.keyring, parts.clock))
+        self._runner.start(parts.redis)
         self._http.start()
         await self._grpc.set_serving(True)
         structlog.get_logger().info("gateway_started", http_port=self._http.port, grpc=self._grpc.address)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -24,11 +26,13 @@ from services.common.metrics import Metrics
 from services.common.redis_client import connect
 from services.gateway import template_child
 from services.gateway.app import create_app
+from services.gateway.batch_store import BatchStore, FileStore, batch_database
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest
 from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.idempotency_store import IdempotencyStore
+from services.gateway.limits import Limits
 from services.gateway.peers import Peers
 from services.gateway.reasoning import reasoning_markers
 from services.gateway.response_store import ResponseStore
@@ -278,6 +282,12 @@ class FakeKeyRing:
     def __init__(self, **keys: KeyRecord) -> None:
         self._keys = keys or {"secret": key()}
 
+    async def of_digest(self, digest: bytes) -> KeyRecord:
+        for secret, found in self._keys.items():
+            if hashlib.sha256(secret.encode()).digest() == digest:
+                return found
+        raise Unauthenticated("The API key is not valid.")
+
     async def authenticate(self, authorization: str | None) -> KeyRecord:
         scheme, _, secret = (authorization or "").partition(" ")
         found = self._keys.get(secret) if scheme == "Bearer" else None
@@ -410,9 +420,13 @@ def front_parts(
     renderer: TemplateRenderer | None = None,
     answers: ResumableAnswers | None = None,
     responses: ResponseStore | None = None,
+    store_dir: Path | None = None,
 ) -> FrontParts:
     """What a door is built of, over the fakes; without `answers`, no Redis is there to come back to."""
     clock = FakeClock()
+    # A test that keeps files names a folder.
+    folder = store_dir if store_dir is not None else Path("/dev/null")
+    database = batch_database(folder)
     return FrontParts(
         generator,
         FakeDirectory(*models),
@@ -422,6 +436,8 @@ def front_parts(
         GrammarChecker(),
         answers if answers is not None else resumable_answers(connect("unix:///none"), clock),
         responses if responses is not None else MemoryResponses(),
+        FileStore(database, folder / "files", clock, Limits()),
+        BatchStore(database, Limits()),
     )
 
 
@@ -438,7 +454,15 @@ def front(
     ready: bool = True,
     renderer: TemplateRenderer | None = None,
     answers: ResumableAnswers | None = None,
+    store_dir: Path | None = None,
 ) -> AsgiClient:
     """A client of an HTTP door over the fakes."""
-    parts = front_parts(generator, *(models or (served(),)), keyring=keyring, renderer=renderer, answers=answers)
+    parts = front_parts(
+        generator,
+        *(models or (served(),)),
+        keyring=keyring,
+        renderer=renderer,
+        answers=answers,
+        store_dir=store_dir,
+    )
     return AsgiClient(create_app(parts, metrics=Metrics(), ready=lambda: ready))

@@ -60,7 +60,7 @@ async def test_every_route_but_health_and_metrics_asks_for_a_key(header: bytes |
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/docs", "/openapi.json/", "/admin", "/v1", "/v1/files", "//healthz", "/healthz/", "/metrics/x"]
+    "path", ["/", "/docs", "/openapi.json/", "/admin", "/v1", "/v1/audio", "//healthz", "/healthz/", "/metrics/x"]
 )
 async def test_a_path_that_does_not_exist_asks_for_a_key_too(path: str) -> None:
     asked = client()

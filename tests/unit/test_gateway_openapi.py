@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ CHECKS: list[CheckFunction] = [
 ]
 
 
-def client() -> AsgiClient:
+def client(store_dir: Path | None = None) -> AsgiClient:
     def script(request: ValidRequest) -> list[Step]:
         if request.sampling.embed:
             return [tokens([], finish=STOP)]
@@ -41,7 +42,7 @@ def client() -> AsgiClient:
 
     generator = FakeGenerator(script)
     generator.embedding_of = lambda _request: bytes(16)
-    return front(generator)
+    return front(generator, store_dir=store_dir)
 
 
 def routes(asked: AsgiClient) -> set[tuple[str, str]]:
@@ -129,18 +130,23 @@ SCHEMAS: dict[str, Any] = {
     "likely": schemathesis.openapi.from_dict(likely(json.loads(document()))),
 }
 BODIES = [(each.method, each.path) for each in OPERATIONS if each.body is not None]
+LIKELY_BODIES = [
+    (each.method, each.path) for each in OPERATIONS if each.body is not None and each.body.__name__.endswith("Request")
+]
 # A stream to come back to is looked up in Redis, which this door has not.
 OTHERS = [(each.method, each.path) for each in OPERATIONS if each.body is None and not each.public and not each.streams]
 
 
 @pytest.mark.parametrize(
     ("kind", "method", "path"),
-    [*(("described", *each) for each in (*BODIES, *OTHERS)), *(("likely", *each) for each in BODIES)],
+    [*(("described", *each) for each in (*BODIES, *OTHERS)), *(("likely", *each) for each in LIKELY_BODIES)],
 )
-def test_no_input_that_the_description_allows_breaks_the_door_or_its_word(kind: str, method: str, path: str) -> None:
+def test_no_input_that_the_description_allows_breaks_the_door_or_its_word(
+    kind: str, method: str, path: str, tmp_path: Path
+) -> None:
     operations = [found.ok() for found in SCHEMAS[kind].get_all_operations() if isinstance(found, Ok)]
     (operation,) = (each for each in operations if (each.method, each.path) == (method, path))
-    app = client().app
+    app = client(tmp_path).app
     seen: set[int] = set()
 
     @settings(
