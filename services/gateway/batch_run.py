@@ -144,7 +144,7 @@ class BatchRun:
 
     async def _batch(self) -> Batch:
         batch = await self._batches.get(self._tenant, self._id)
-        assert batch is not None, "batches are never deleted"
+        assert batch is not None, "unfinished batches are never dropped"
         return batch
 
     async def _with_files(self, batch: Batch) -> Batch:

@@ -65,10 +65,16 @@ class BatchRunner:
         self._lines = lines
         self._tasks = Tasks()
         self._tenants: set[str] = set()
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self, redis: aioredis.Redis) -> None:
         """Begin to look for batches."""
-        self._tasks.spawn(self._watch(redis), name="batches")
+        self._watching = self._tasks.spawn(self._watch(redis), name="batches")
+
+    def drain(self) -> None:
+        """Take no more batches; of those that run, lines under way end and no others begin, as the gateway says."""
+        if self._watching is not None:
+            self._watching.cancel()
 
     async def close(self) -> None:
         """Cut what runs; whoever takes a batch next goes on with it."""

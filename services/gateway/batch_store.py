@@ -31,10 +31,14 @@ _SCHEMA = (
     "CREATE INDEX IF NOT EXISTS batches_status ON batches (status)",
     "CREATE TABLE IF NOT EXISTS lines (batch TEXT NOT NULL, number INTEGER NOT NULL, failed INTEGER NOT NULL, "
     "result BLOB NOT NULL, PRIMARY KEY (batch, number)) WITHOUT ROWID",
+    # Counts are read each second: not from the pages of the results.
+    "CREATE INDEX IF NOT EXISTS lines_failed ON lines (batch, failed, number)",
 )
 T = TypeVar("T")
 _UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED)
 _PAGE = 200
+_BATCH_KEPT_S = 60 * 86_400
+_PART_S = 86_400
 # Expired files that one upload removes.
 _SWEEP = 100
 
@@ -134,6 +138,13 @@ class FileStore:
         for tenant, file_id in rows:
             await self._database.run("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id))
             await _in_thread(functools.partial(self.path(file_id).unlink, missing_ok=True))
+        await _in_thread(self._remove_parts)
+
+    def _remove_parts(self) -> None:
+        """What a crash left of files that were being written."""
+        for part in self._folder.glob("*.part"):
+            if part.stat().st_mtime < self._clock.wall() - _PART_S:
+                part.unlink(missing_ok=True)
 
     def _write(self, file_id: str, lines: Iterable[bytes]) -> int:
         part = self._folder / f"{file_id}.part"
@@ -153,7 +164,13 @@ class BatchStore:
         self._limits = limits
 
     async def add(self, owned: OwnedBatch) -> None:
-        """Keep a new batch. Raises InvalidRequest when the tenant has too many that are not finished."""
+        """Keep a new batch. Raises InvalidRequest when the tenant has too many that are not finished.
+
+        Finished ones older than 60 days are dropped: the first ten characters of an id are its time.
+        """
+        oldest = "batch_" + new_ulid(owned.batch.created_at - _BATCH_KEPT_S)[:10]
+        dropped = f"DELETE FROM batches WHERE tenant = ? AND id < ? AND status NOT IN ({_UNFINISHED})"  # noqa: S608
+        await self._database.run(dropped, (owned.tenant, oldest))
         query = f"SELECT count(*) FROM batches WHERE tenant = ? AND status IN ({_UNFINISHED})"  # noqa: S608
         ((count,),), _ = await self._database.run(query, (owned.tenant,))
         if count >= self._limits.unfinished_batches:

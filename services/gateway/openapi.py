@@ -43,7 +43,10 @@ _EVENT: Json = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path: `answer` as JSON, and events where it `streams`; plain text with neither."""
+    """One method of one path: `answer`, and events where it `streams`; plain text with neither.
+
+    `takes` and `gives` are the media types of body and answer, `query` the names of optional parameters.
+    """
 
     method: Literal["get", "post", "delete"]
     path: str
@@ -54,6 +57,7 @@ class Operation:
     public: bool = False
     takes: str = "application/json"
     gives: str = "application/json"
+    query: tuple[str, ...] = ()
 
 
 OPERATIONS = (
@@ -70,12 +74,12 @@ OPERATIONS = (
     Operation("delete", "/v1/responses/{id}", "Forget a response.", answer=dict),
     Operation("post", "/v1/responses/{id}/cancel", "Stop a response that runs.", answer=dict),
     Operation("post", "/v1/files", "Keep a file.", FileUpload, FileObject, takes="multipart/form-data"),
-    Operation("get", "/v1/files", "Files, newest first.", answer=FileList),
+    Operation("get", "/v1/files", "Files, newest first.", answer=FileList, query=("after", "limit", "purpose")),
     Operation("get", "/v1/files/{id}", "A file's facts.", answer=FileObject),
     Operation("delete", "/v1/files/{id}", "Forget a file.", answer=FileDeleted),
     Operation("get", "/v1/files/{id}/content", "A file's bytes.", answer=bytes, gives="application/octet-stream"),
     Operation("post", "/v1/batches", "Run the requests of a file.", BatchBody, Batch),
-    Operation("get", "/v1/batches", "Batches, newest first.", answer=BatchList),
+    Operation("get", "/v1/batches", "Batches, newest first.", answer=BatchList, query=("after", "limit")),
     Operation("get", "/v1/batches/{id}", "A batch.", answer=Batch),
     Operation("post", "/v1/batches/{id}/cancel", "Start no more lines of a batch.", answer=Batch),
     Operation("get", "/v1/streams/{request_id}", "A resumable stream, again or further.", streams=True),
@@ -125,10 +129,10 @@ def _operation(each: Operation, by_type: dict[type, Json]) -> Json:
         },
     }
     names = [part[1:-1] for part in each.path.split("/") if part.startswith("{")]
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+    parameters += [{"name": name, "in": "query", "schema": {"type": "string"}} for name in each.query]
+    if parameters:
+        described["parameters"] = parameters
     if each.body is not None:
         content = {each.takes: {"schema": by_type[each.body]}}
         described["requestBody"] = {"required": True, "content": content}

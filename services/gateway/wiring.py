@@ -74,6 +74,8 @@ class GatewayApp:
         """Refuse new work at once, let running streams end within the grace, then end them with an error."""
         if self._grpc is not None:
             await self._grpc.set_serving(False)
+        if self._runner is not None:
+            self._runner.drain()
         await self.back.drain(grace_s)
 
     async def stop(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import redis.asyncio as aioredis
@@ -20,8 +21,11 @@ from millrace.usage.v1 import usage_event_pb2
 from openai.types import Batch
 
 from services.common.admission_store import AdmissionStore, usage_stream
+from services.gateway.batch_run import BATCH_LINES
 from services.gateway.batch_runner import BatchLease
+from services.gateway.batch_store import BatchStore, batch_database
 from services.gateway.config import GatewayConfig
+from services.gateway.limits import Limits
 from services.gateway.wiring import GatewayApp, build
 from services.worker.model_source import load_model
 from services.worker.wiring import build as build_worker
@@ -253,6 +257,50 @@ async def test_a_cancelled_batch_keeps_what_was_answered(rig: Rig) -> None:
     assert (await rig.acme.files.delete(batch.input_file_id)).deleted
     with pytest.raises(openai.NotFoundError):
         await rig.acme.files.retrieve(batch.input_file_id)
+
+
+async def test_what_its_time_did_not_suffice_for_is_told_in_the_error_file(rig: Rig) -> None:
+    batch = await rig.submit(completion("short", max_tokens=2), *(completion(f"l{i}", 450) for i in range(40)))
+    await rig.reached(batch, "in_progress", completed=1)
+    database = batch_database(Path(rig.config.store_dir))
+    batches = BatchStore(database, Limits())
+    now = await batches.get("acme", batch.id)
+    assert now is not None
+
+    assert await batches.change("acme", now, msgspec.structs.replace(now, expires_at=now.created_at))
+    done = await rig.reached(batch, "expired")
+
+    assert done.request_counts is not None
+    assert done.request_counts.completed + done.request_counts.failed == 41
+    await database.close()
+    errors = await rig.lines(done.error_file_id)
+    assert {line["error"]["code"] for line in errors} == {"DEADLINE_EXCEEDED"}
+    assert errors[-1]["custom_id"] == "l39"
+
+
+async def test_lines_of_a_revoked_key_are_refused(rig: Rig) -> None:
+    rig.router.paused = True
+    batch = await rig.submit(*(completion(f"l{i}") for i in range(40)))
+    assert rig.app is not None
+    await rig.until(lambda: rig.app is not None and len(rig.app.back.parts.table) == BATCH_LINES)
+
+    digest = hashlib.sha256(b"acme").digest()
+    revoked = dataclasses.replace(KEY, revoked=True)
+    await AdmissionStore(rig.redis).replace_keys({digest: revoked})
+    rig.app.back.parts.keyring._cache.clear()
+    rig.router.paused = False
+    database = batch_database(Path(rig.config.store_dir))
+    batches = BatchStore(database, Limits())
+    async with asyncio.timeout(WAIT_S):
+        while (done := await batches.get("acme", batch.id)) is None or done.status != "completed":
+            await asyncio.sleep(0.02)
+
+    assert (done.request_counts.completed, done.request_counts.failed) == (BATCH_LINES, 40 - BATCH_LINES)
+    assert done.error_file_id is not None
+    path = Path(rig.config.store_dir) / "files" / f"{done.error_file_id}.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    assert first["response"]["status_code"] == 401
+    await database.close()
 
 
 async def test_only_the_gateway_with_the_lease_runs_a_batch(rig: Rig) -> None:
