@@ -29,7 +29,7 @@ down: $(STAMP) ## Drain and stop the stack
 	@$(BIN)/millrace down
 
 test: $(STAMP) ## Run the tests
-	$(PY) -m pytest -n 3 --dist loadfile -m "not fault and not docker and not gpu" tests
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not fault and not docker and not gpu" tests
 
 test-fault: $(STAMP) ## Run the long fault-injection suites
 	$(PY) -m pytest -m fault tests

@@ -84,12 +84,12 @@ def drive(model: LoadedModel, rows: list[Row], chunk: random.Random | None) -> N
 
 @pytest.fixture(scope="module")
 def exact() -> LoadedModel:
-    return load_runner(RunnerOptions(dtype="float32", num_blocks=1000, max_model_len=1024, threads=2))
+    return load_runner(RunnerOptions(dtype="float32", num_blocks=1000, max_model_len=1024, threads=1))
 
 
 @pytest.fixture(scope="module")
 def quick() -> LoadedModel:
-    return load_runner(RunnerOptions(dtype="int8", num_blocks=1000, max_model_len=1024, threads=2))
+    return load_runner(RunnerOptions(dtype="int8", num_blocks=1000, max_model_len=1024, threads=1))
 
 
 @pytest.mark.timeout(400)
