@@ -122,6 +122,7 @@ async def test_an_embedding_takes_the_way_of_every_request_and_pays_for_its_prom
 ) -> None:
     request = rig.request(prompt=40, max_tokens=1)
     request.sampling.embed = True
+    await open_budget(store, datetime.now(UTC).date())
     generation = await rig.back.generator.start(limited(budget_tokens=41, concurrent_requests=1), request)
 
     answer = await read_all(generation)
