@@ -8,7 +8,7 @@ GRPC_PORT ?= 8001
 WORKERS ?= 1
 MODEL ?= smollm2-135m
 
-.PHONY: help setup run up down test test-fault test-docker check protos docs bench format clean
+.PHONY: help setup run up down test test-model test-fault test-docker check protos docs bench format clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,7 +29,10 @@ down: $(STAMP) ## Drain and stop the stack
 	@$(BIN)/millrace down
 
 test: $(STAMP) ## Run the tests
-	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not fault and not docker and not gpu" tests
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not fault and not docker and not gpu" tests
+
+test-model: $(STAMP) ## Run the long suites on the real model
+	$(PY) -m pytest -m "slow and not fault" tests
 
 test-fault: $(STAMP) ## Run the long fault-injection suites
 	$(PY) -m pytest -m fault tests

@@ -13,7 +13,7 @@ import pytest
 from millrace_client import Client, Message, Options, Tool
 from tests.helpers.stack import ROOT, Stack, clean_environment
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(180)]
 
 MODEL = "smollm2-135m"
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]

@@ -21,7 +21,7 @@ from services.worker.runtime.native_forward import NativeForward
 from tests.helpers.model import CONTEXT, ModelRig, golden_cases, smollm2
 from tests.helpers.transformers_model import transformers_model
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 EMBED = SamplingParams(max_tokens=1, seed=0, embed=True)
 PROMPT = golden_cases()[19].prompt_ids[:100]
 SHORT = golden_cases()[7].prompt_ids

@@ -43,7 +43,7 @@ from tests.helpers.grammar_model import (
 )
 from tests.helpers.model import ModelRig
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -15,7 +15,7 @@ from tests.helpers.model import ModelRig
 from tests.helpers.tiers import make_tiers, settle
 from tests.integration.test_model_metamorphic import LONG, SAMPLINGS, alone, each_sampling
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 LENGTH = 6
 # As long as the prompt under test, and so all that the pool can hold.
 OTHER = LONG[::-1]

@@ -12,7 +12,7 @@ from services.worker.engine.proposer import NgramProposer
 from services.worker.engine.request import KVRole, PriorityClass, RequestKey, SamplingParams
 from tests.helpers.model import ModelRig, golden_cases, self_draft
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 LENGTH = 16
 PROMPT = golden_cases()[9].prompt_ids
 LONG = golden_cases()[19].prompt_ids[:100]
