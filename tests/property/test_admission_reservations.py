@@ -200,6 +200,10 @@ def test_reservations_conserve(redis_process: RedisProcess) -> None:
     machine = type("Machine", (Reservations,), {"server": redis_process})
     case = machine.TestCase  # type: ignore[attr-defined]
     case.settings = settings(
-        max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=15,
+        stateful_step_count=20,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
     )
     case("runTest").runTest()

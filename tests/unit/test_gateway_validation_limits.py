@@ -9,6 +9,7 @@ import pytest
 
 from services.common.admission_types import LengthCap
 from services.common.errors import InvalidRequest
+from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.limits import Limits
 from services.gateway.openai_draft import completion_draft
 from services.gateway.openai_types import CompletionRequest
@@ -232,7 +233,7 @@ async def test_a_keys_length_cap_holds_at_its_value_and_not_one_past_it(
 ) -> None:
     key_of_caps = dataclasses.replace(key(), length_caps=caps)
     draft = completion_draft(msgspec.convert({"model": "tiny", "prompt": "hi"} | fields, CompletionRequest))
-    validator = Validator(FakeDirectory(served()), InlineRenderer())
+    validator = Validator(FakeDirectory(served()), InlineRenderer(), GrammarChecker())
 
     if param is None:
         assert (await validator.validate(key_of_caps, draft)).prompt_token_ids
@@ -246,6 +247,6 @@ async def test_a_request_that_names_no_length_gets_what_its_key_may_have() -> No
     capped = dataclasses.replace(key(), length_caps={"*": LengthCap(output_tokens=7)})
     draft = completion_draft(msgspec.convert({"model": "tiny", "prompt": "hi"}, CompletionRequest))
 
-    valid = await Validator(FakeDirectory(served()), InlineRenderer()).validate(capped, draft)
+    valid = await Validator(FakeDirectory(served()), InlineRenderer(), GrammarChecker()).validate(capped, draft)
 
     assert valid.sampling.max_token_count == 7
