@@ -195,6 +195,7 @@ class Reservations(RuleBasedStateMachine):
         self.loop.close()
 
 
+@pytest.mark.fault
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_reservations_conserve(redis_process: RedisProcess) -> None:
     machine = type("Machine", (Reservations,), {"server": redis_process})
