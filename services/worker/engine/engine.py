@@ -50,7 +50,6 @@ class Engine:
         if tiers is not None:
             spilled = SpilledBlocks(tiers, runner.kv_layout, block_size=runner.spec.block_size)
         self._scheduler = Scheduler(runner.spec, config, speculation=speculation, spilled=spilled)
-        self._step_tokens = 0
         self._is_broken = False
 
     def add_request(self, request: EngineRequest, *, now: float) -> None:
@@ -86,7 +85,6 @@ class Engine:
             raise RuntimeError("the last step failed: call fail_all first")
         self._is_broken = True
         decision = self._scheduler.schedule(now)
-        self._step_tokens = sum(len(row.token_ids) for row in decision.scheduled)
         self._scheduler.kv.move_blocks(self._runner)
         result = ModelRunnerOutput(rows=())
         if decision.scheduled or decision.released:
@@ -97,7 +95,7 @@ class Engine:
 
     def note_step_time(self, seconds: float) -> None:
         """How long the last step took: what a target for the step time is held by."""
-        self._scheduler.pace.note(self._step_tokens, seconds)
+        self._scheduler.note_step_time(seconds)
 
     def fail_all(self, error: str) -> list[EngineOutput]:
         """End every choice with ERROR, free everything and empty the cache; the engine can then go on."""

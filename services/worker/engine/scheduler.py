@@ -73,9 +73,8 @@ class Scheduler:
         self._requests: dict[RequestKey, Request] = {}
         self._by_id: dict[str, list[Request]] = {}
         self._deadlines: list[tuple[float, int, RequestKey]] = []
-        self._sequence = 0
-        self._step = 0
-        self.pace = StepPace(config.step_time_target_s)
+        self._sequence = self._step = 0
+        self._pace = StepPace(config.step_time_target_s)
         self._builder = self._new_builder()
         self._released: list[RequestKey] = []
         self._ended: list[EngineOutput] = []
@@ -175,6 +174,10 @@ class Scheduler:
         self._running.compact()
         return outputs + self.take_ended()
 
+    def note_step_time(self, seconds: float) -> None:
+        """How long the last step took."""
+        self._pace.note(self._builder.token_count, seconds)
+
     def take_ended(self) -> list[EngineOutput]:
         """Last outputs of choices that ended since the last call."""
         ended, self._ended = self._ended, []
@@ -256,11 +259,8 @@ class Scheduler:
             if request is not None and request.sequence == sequence:
                 self._finish(request, stop_rules.ended(request, FinishReason.EXPIRED))
         if len(self._deadlines) > 2 * len(self._requests) + 1024:
-            self._deadlines = [
-                entry
-                for entry in self._deadlines
-                if entry[2] in self._requests and self._requests[entry[2]].sequence == entry[1]
-            ]
+            known = self._requests
+            self._deadlines = [d for d in self._deadlines if d[2] in known and known[d[2]].sequence == d[1]]
             heapq.heapify(self._deadlines)
         self._running.compact()
 
@@ -300,7 +300,7 @@ class Scheduler:
                     granted[request.key] = proposed
             decodes.append(request)
         self._builder.add_decodes(decodes, granted)
-        self._builder.budget = self.pace.prefill_room(len(decodes), self._builder.budget)
+        self._builder.budget = self._pace.prefill_room(len(decodes), self._builder.budget)
         self._queue.charge_one_each(decodes)
         return prefills
 

@@ -18,16 +18,12 @@ class StepBuilder:
 
     def __init__(self, *, budget: int, max_prefill_chunk: int) -> None:
         self.budget = budget
+        self.token_count = 0
         self.rows: list[ScheduledRequest] = []
         self.requests: list[Request] = []
         self.new_requests: list[NewRequest] = []
         self._max_prefill_chunk = max_prefill_chunk
         self._has_long_chunk = False
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of the step so far."""
-        return sum(len(row.token_ids) for row in self.rows)
 
     def is_long(self, request: Request) -> bool:
         """True when `request` has more left to compute than one chunk."""
@@ -59,7 +55,7 @@ class StepBuilder:
         samples = end == request.num_tokens
         self.rows.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.block_table, samples))
         self.requests.append(request)
-        self.budget -= size
+        self._take(size)
 
     def add_decodes(self, requests: list[Request], drafts: Mapping[RequestKey, TokenArray]) -> None:
         """Compute the newest token of each of `requests`, and verify after it the drafts that some of them have."""
@@ -68,10 +64,14 @@ class StepBuilder:
             for each in requests
         ]
         self.requests += requests
-        self.budget -= len(requests)
+        self._take(len(requests))
         if drafts:
             self.rows = [_with_drafts(row, drafts.get(row.key)) for row in self.rows]
-            self.budget -= sum(map(len, drafts.values()))
+            self._take(sum(map(len, drafts.values())))
+
+    def _take(self, count: int) -> None:
+        self.budget -= count
+        self.token_count += count
 
 
 def _with_drafts(row: ScheduledRequest, drafts: TokenArray | None) -> ScheduledRequest:
