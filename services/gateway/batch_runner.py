@@ -17,6 +17,7 @@ from redis import exceptions
 from services.common.admission_scripts import slot_key, store_errors
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
+from services.common.lifecycle import end_tasks
 from services.gateway.batch_lines import LineDoor
 from services.gateway.batch_run import BatchRun, LineRunner
 from services.gateway.batch_store import BatchStore, FileStore, OwnedBatch
@@ -123,8 +124,7 @@ async def _kept(part: Coroutine[Any, Any, None], lease: BatchLease, is_over: Cal
             if await is_over():
                 return True
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+        await end_tasks([work])
 
 
 async def _never() -> bool:

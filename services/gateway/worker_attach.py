@@ -18,6 +18,7 @@ from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 from services.common.admission_types import WorkerRecord
 from services.common.clock import Clock
 from services.common.grpc_client import Dial
+from services.common.lifecycle import end_tasks
 
 GIVE_UP_S = 3.0
 ACK_TOKENS = 8
@@ -103,8 +104,7 @@ class WorkerAttachment:
                 failures = 0 if await self._watch(session) else failures + 1
             finally:
                 self.attached = False
-                session.cancel()
-                await asyncio.gather(session, return_exceptions=True)
+                await end_tasks([session])
             if self._replaced or (self._given_up and not self.listed):
                 return
             waits = _BACKOFF_S if not self._given_up else (*_BACKOFF_S, _IDLE_BACKOFF_S)

@@ -22,6 +22,7 @@ from services.common.admission_types import Claimed, KeyRecord, Ownership, Pool,
 from services.common.clock import SystemClock
 from services.common.errors import MillraceError
 from services.common.grpc_client import open_channel
+from services.common.lifecycle import end_tasks
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation, TokenEvent, ValidRequest
@@ -48,8 +49,7 @@ class FakeRouter:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks([self._task])
 
     async def _run(self) -> None:
         while True:

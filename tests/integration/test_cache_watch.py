@@ -12,6 +12,7 @@ from millrace.worker.v1 import worker_service_pb2_grpc
 from services.common.block_hash import chain_hashes, pack_tokens, pack_truncated, root_hash, truncated
 from services.common.grpc_client import open_channel
 from services.common.grpc_server import start_server
+from services.common.lifecycle import end_tasks
 from services.router import cache_watch
 from services.router.cache_watch import CacheWatch
 from services.router.prefix_index import PrefixIndex
@@ -47,8 +48,7 @@ async def test_the_index_follows_what_a_worker_caches_and_evicts() -> None:
         await until(lambda: index.leading(rig.app.instance, hashes["r3"], 0.0) == 10)
         await until(lambda: index.leading(rig.app.instance, hashes["r1"], 0.0) < 10)
 
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks([task])
         await gateway.close()
 
 
@@ -83,8 +83,7 @@ async def test_after_a_gap_the_stream_is_opened_again_and_nothing_old_is_believe
 
     await until(lambda: index.leading("worker-1", (1, 2, 3), 0.0) == 3)
     assert worker.opened == 2
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await end_tasks([task])
     await channel.close()
     await worker.kill()
 

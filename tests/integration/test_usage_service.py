@@ -26,6 +26,7 @@ from services.common.admission_types import KeyRecord, Pool, QuotaLimits, Worker
 from services.common.clock import SystemClock
 from services.common.errors import InvalidRequest, MillraceError, NotFound, StoreUnavailable, Unauthenticated
 from services.common.grpc_client import error_from_rpc, open_channel
+from services.common.lifecycle import end_tasks
 from services.usage.accounts import Accounts, KeySpec, TenantSpec
 from services.usage.config import UsageConfig
 from services.usage.hot_copy import HotCopy
@@ -199,7 +200,7 @@ async def test_accounts_change_while_redis_is_away_and_the_hot_copy_follows(stor
             return await _looked_up(hot, secret) and not await _looked_up(hot, old_secret)
 
         assert await until(follows) < 5.0
-        keeper.cancel()
+        await end_tasks([keeper])
     finally:
         await client.aclose()
         server.stop()
