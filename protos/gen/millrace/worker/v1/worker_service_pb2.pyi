@@ -240,6 +240,7 @@ class SubmitRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REMAINING_FIELD_NUMBER: _builtins.int
     ROUTER_INSTANCE_FIELD_NUMBER: _builtins.int
+    PREFILL_PEER_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     epoch: _builtins.int
     router_instance: _builtins.str
@@ -249,6 +250,10 @@ class SubmitRequest(_message.Message):
     def remaining(self) -> _duration_pb2.Duration:
         """Time left until the deadline."""
 
+    @_builtins.property
+    def prefill_peer(self) -> Global___PrefillPeer:
+        """Who computes the prompt's blocks; absent: this worker does."""
+
     def __init__(
         self,
         *,
@@ -257,14 +262,39 @@ class SubmitRequest(_message.Message):
         epoch: _builtins.int = ...,
         remaining: _duration_pb2.Duration | None = ...,
         router_instance: _builtins.str = ...,
+        prefill_peer: Global___PrefillPeer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "prefill_peer", b"prefill_peer", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "entry", b"entry", "epoch", b"epoch", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+
+@_typing.final
+class PrefillPeer(_message.Message):
+    """PrefillPeer is a worker of role PREFILL that may be asked for the blocks of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    worker_instance: _builtins.str
+    address: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_instance: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "worker_instance", b"worker_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillPeer: _TypeAlias = PrefillPeer  # noqa: Y015
 
 @_typing.final
 class SubmitResponse(_message.Message):
@@ -767,6 +797,8 @@ class WatchResponse(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     PROGRESS_AGE_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFER_RATE_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    KV_TOKEN_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     worker_instance: _builtins.str
     sequence: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
@@ -781,6 +813,10 @@ class WatchResponse(_message.Message):
     ready: _builtins.bool
     in_flight_count: _builtins.int
     """Epochs in hand, for reconciliation of the router's in-flight counts."""
+    transfer_rate_byte_count: _builtins.int
+    """Measured bytes a second of blocks received from peers; absent before the first transfer."""
+    kv_token_byte_count: _builtins.int
+    """Bytes of keys and values a token takes in a transfer."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -813,12 +849,16 @@ class WatchResponse(_message.Message):
         ready: _builtins.bool = ...,
         progress_age: _duration_pb2.Duration | None = ...,
         in_flight_count: _builtins.int = ...,
+        transfer_rate_byte_count: _builtins.int | None = ...,
+        kv_token_byte_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool", "progress_age", b"progress_age"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "transfer_rate_byte_count", b"transfer_rate_byte_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__transfer_rate_byte_count: _TypeAlias = _typing.Literal["transfer_rate_byte_count"]  # noqa: Y015
+    _WhichOneofArgType__transfer_rate_byte_count: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer_rate_byte_count) -> _WhichOneofReturnType__transfer_rate_byte_count | None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
