@@ -20,6 +20,7 @@ from services.common.errors import MillraceError
 from services.common.metrics import Metrics
 from services.worker import wire
 from services.worker.cache_board import CacheBoard
+from services.worker.config import WorkerRole
 from services.worker.engine.outputs import EngineStats
 from services.worker.engine_loop import EngineLoop
 from services.worker.requests import RequestTable
@@ -29,11 +30,16 @@ WATCH_COALESCE_S = 0.005
 LEASE_S = 5.0
 # Block counts change each step; only a change of this part of the pool is worth a message of its own.
 _BLOCK_STEPS = 32
+_ROLES: dict[WorkerRole, common_pb2.WorkerRole.ValueType] = {
+    WorkerRole.AGGREGATED: common_pb2.WORKER_ROLE_AGGREGATED,
+    WorkerRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: common_pb2.WORKER_ROLE_DECODE,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is and what it can hold."""
+    """Who this worker is and what it can hold; `kv_token_bytes` is what a token takes in a transfer."""
 
     instance: str
     model: common_pb2.ModelRef
@@ -41,6 +47,8 @@ class WorkerIdentity:
     max_num_seqs: int
     block_size: int
     block_count: int
+    role: WorkerRole = WorkerRole.AGGREGATED
+    kv_token_bytes: int = 0
 
 
 class LoadBoard:
@@ -112,7 +120,7 @@ class LoadBoard:
             sequence=self._sequence,
             model=identity.model,
             pool=pool_ref(identity.pool),
-            role=common_pb2.WORKER_ROLE_AGGREGATED,
+            role=_ROLES[identity.role],
             free_slot_count=self.free_slots(),
             free_block_count=self.free_blocks(),
             block_size=identity.block_size,
@@ -123,6 +131,7 @@ class LoadBoard:
             draining=self.draining,
             ready=self.ready,
             in_flight_count=len(self._table.unfinished()),
+            kv_token_byte_count=identity.kv_token_bytes,
         )
         age = self._engine.progress_age()
         if age is not None:

@@ -21,6 +21,7 @@ from services.common.lifecycle import crash_point
 from services.common.telemetry import traceparent_of
 from services.worker import wire
 from services.worker.attach import GatewayHub
+from services.worker.config import WorkerRole
 from services.worker.engine.engine_config import EngineError, NeverFitsError
 from services.worker.engine.request import EngineRequest
 from services.worker.load_reporter import LoadBoard, WorkerIdentity
@@ -159,6 +160,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def _check_state(self, request: worker_service_pb2.SubmitRequest) -> None:
         entry, card = request.entry, self._model.card
+        if self._identity.role is WorkerRole.PREFILL:
+            raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_WRONG_ROLE, "The worker prefills for its peers only.")
         if self._board.draining:
             raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_DRAINING, "The worker is draining.")
         if not self._board.ready:

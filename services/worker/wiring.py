@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import socket
 from collections.abc import Coroutine
 from pathlib import Path
@@ -117,7 +118,7 @@ class WorkerApp:
         identity = self.parts.identity
         model = identity.model
         return WorkerRecord(
-            identity.instance, self.address, model.model, model.version, identity.pool, role="aggregated"
+            identity.instance, self.address, model.model, model.version, identity.pool, role=identity.role.value
         )
 
     async def start(self) -> None:
@@ -277,6 +278,8 @@ def _identity(config: WorkerConfig, loaded: LoadedModel, instance: str) -> Worke
         max_num_seqs=card.max_num_seqs,
         block_size=card.block_size,
         block_count=card.block_count,
+        role=config.engine.role,
+        kv_token_bytes=math.ceil(loaded.runner.kv_layout.block_bytes / card.block_size),
     )
 
 

@@ -38,6 +38,8 @@ class _SubmitRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SubmitR
     SUBMIT_REFUSAL_EXPIRED: _SubmitRefusal.ValueType  # 7
     SUBMIT_REFUSAL_UNKNOWN_ADAPTER: _SubmitRefusal.ValueType  # 8
     SUBMIT_REFUSAL_INVALID: _SubmitRefusal.ValueType  # 9
+    SUBMIT_REFUSAL_WRONG_ROLE: _SubmitRefusal.ValueType  # 10
+    """A worker of role PREFILL computes blocks for its peers and no answers."""
 
 class SubmitRefusal(_SubmitRefusal, metaclass=_SubmitRefusalEnumTypeWrapper):
     """SubmitRefusal says why a worker did not take a request."""
@@ -52,6 +54,8 @@ SUBMIT_REFUSAL_NEVER_FITS: SubmitRefusal.ValueType  # 6
 SUBMIT_REFUSAL_EXPIRED: SubmitRefusal.ValueType  # 7
 SUBMIT_REFUSAL_UNKNOWN_ADAPTER: SubmitRefusal.ValueType  # 8
 SUBMIT_REFUSAL_INVALID: SubmitRefusal.ValueType  # 9
+SUBMIT_REFUSAL_WRONG_ROLE: SubmitRefusal.ValueType  # 10
+"""A worker of role PREFILL computes blocks for its peers and no answers."""
 Global___SubmitRefusal: _TypeAlias = SubmitRefusal  # noqa: Y015
 
 @_typing.final
