@@ -20,6 +20,7 @@ PRELUDES: Final = {
     **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish"), ("common", "queue")),
     **dict.fromkeys(("reserve", "renew", "renew_budget", "settle", "spent"), ("common", "quota")),
     "members": ("common",),
+    "routes": ("common",),
     "idempotency": (),
 }
 _AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.OutOfMemoryError)

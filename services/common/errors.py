@@ -101,6 +101,10 @@ class IdempotencyConflict(MillraceError):
     row = _row("IDEMPOTENCY_CONFLICT", _Code.ALREADY_EXISTS, 422, "invalid_request_error")
 
 
+class RevisionConflict(MillraceError):
+    row = _row("REVISION_CONFLICT", _Code.ABORTED, 409, "invalid_request_error", Retry.ONE_UP)
+
+
 class RateLimited(MillraceError):
     row = _row("REQUESTS_PER_MINUTE", _Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", Retry.AFTER_DELAY)
 
