@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from services.usage import rollout
 from services.common.errors import InvalidRequest, NotFound
-from services.usage.rollout import Plan
 from services.common.route_wire import from_message, to_message
 from services.common.routes import Rollout, RolloutState, Route, RouteTable, Shadow, Target, WeightedTarget
+from services.usage import rollout
+from services.usage.rollout import Plan
 
 V1, V2 = Target("m", "1"), Target("m", "2")
 SERVED = RouteTable(3, {"m": Route("m", (WeightedTarget(V1, 1),), pins={"acme": V1})})
