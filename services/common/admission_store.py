@@ -150,18 +150,20 @@ class AdmissionStore:
         """Admit one request. Idempotent by id and attempt: the same again answers as the first time did.
 
         `readmit` (loss of a worker) skips the caps and goes first in line; `entry.attempt` must be above the last one,
-        and epochs of earlier attempts are fenced from here on. Refusal SUPERSEDED: the request has ended.
+        and epochs of earlier attempts are fenced from here on. Refusal SUPERSEDED: the request has ended; POISONED: it
+        is what `entry.lost_workers` died of.
         `remaining_ms` sets the deadline from Redis' own time; without it `entry.deadline_ms` counts (0 = one hour).
         """
         head = (entry.request_id, priority_name(entry.priority_class), entry.tenant, queued_cost(entry))
         weight = entry.weight if entry.weight > 0 else 1.0
         owner = (entry.gateway_instance, max(1, entry.attempt), int(readmit))
+        lost = " ".join(entry.lost_workers)
         event = self._prebuilt_event(pool, entry, remaining_ms).SerializeToString()
         reply = await self._run(
             "enqueue",
             [pool_key(pool, "q"), slot_key(pool.tag, f"req:{entry.request_id}")],
             *(*head, weight, entry.deadline_ms, remaining_ms, *owner, event, entry.SerializeToString()),
-            *_CAPS(caps),
+            *(*_CAPS(caps), lost),
         )
         if reply[0] == b"":
             return Refusal(reply[1].decode(), int(reply[2]))

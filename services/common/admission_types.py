@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
+# With so many dead workers behind it a request runs apart from others like it.
+SUSPECT_DEATHS = 2
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pool:

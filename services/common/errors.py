@@ -2,7 +2,7 @@
 
     MillraceError
     ├── the client's fault        InvalidRequest, ContextLengthExceeded, Unauthenticated, PermissionDenied,
-    │                             ModelNotFound, NotFound, PayloadTooLarge, IdempotencyConflict, Unsupported
+    │                             ModelNotFound, NotFound, PayloadTooLarge, IdempotencyConflict, Unsupported, Poisoned
     ├── the tenant's limit        RateLimited, TokenRateLimited, ConcurrencyLimited, QueueShareExceeded, BudgetExhausted
     ├── the platform's state      QueueFull, NoWorker, StoreUnavailable, NotReady, Draining, Superseded, WorkerLost,
     │                             GatewayLost, PoolClosed, SlowReader
@@ -171,6 +171,11 @@ class DeadlineExceeded(MillraceError):
 
 class Cancelled(MillraceError):
     row = _row("CANCELLED", _Code.CANCELLED, 499, "invalid_request_error")
+
+
+class Poisoned(MillraceError):
+    # A 4xx: clients repeat what fails with a 5xx by themselves.
+    row = _row("POISONED", _Code.FAILED_PRECONDITION, 422, "invalid_request_error")
 
 
 class EngineError(MillraceError):

@@ -1,7 +1,7 @@
 """The claim loop: claims when some worker has room, places what it holds, keeps the leases of what it cannot place.
 
 Late binding: nothing is claimed that no worker has room for. Woken by the pools' bells and by Watch changes. Owns the
-held claims (at most 32). Never on the token path.
+held claims (at most 32, beside suspects of poison that must run apart). Never on the token path.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ClaimLoop:
         self._place()
         more = False
         for pool in self._registry.pools() if not self.draining else ():
-            count = min(self._room(pool), MAX_HELD - self.held_count)
+            count = min(self._room(pool), MAX_HELD - self.held_count + self._waiting_suspects())
             if count <= 0:
                 continue
             try:
@@ -166,6 +166,10 @@ class ClaimLoop:
             if endpoint.reserved_for is None and endpoint.instance not in out and is_routable(endpoint, now)
         )
 
+    def _waiting_suspects(self) -> int:
+        """Held until a worker runs no other suspect: the rest must not wait for them."""
+        return sum(held.needs.suspect for held in self._waiting)
+
     def _hold(self, pool: Pool, claims: list[Claimed]) -> None:
         now = self._clock.monotonic()
         for claim in claims:
@@ -189,6 +193,8 @@ class ClaimLoop:
                 task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
                 self._submits[task] = (held, endpoint)
                 task.add_done_callback(self._submitted)
+            elif held.needs.suspect:
+                continue
             elif now - held.since > RESERVE_AFTER_S and all(e.reserved_for != held.request_id for e in endpoints):
                 reserved = self._policy.reserve(held.needs, endpoints, now, excluded=held.excluded)
                 if reserved is not None:

@@ -11,7 +11,7 @@ import math
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
-from services.common.admission_types import Pool, WorkerRecord
+from services.common.admission_types import SUSPECT_DEATHS, Pool, WorkerRecord
 
 VIEW_MAX_AGE_S = 3.0
 # A Watch message shows an accepted submit within this time of its reply.
@@ -31,6 +31,8 @@ class Needs:
     slot_count: int
     token_count: int
     block_hashes: tuple[int, ...] = ()
+    # Two workers died with it: it runs apart from others like it.
+    suspect: bool = False
 
     @classmethod
     def of(cls, entry: admission_pb2.AdmissionEntry) -> Needs:
@@ -45,6 +47,7 @@ class Needs:
             slot_count=max(1, entry.sampling.choice_count),
             token_count=len(entry.token_ids) + received + 1,
             block_hashes=tuple(entry.block_hashes),
+            suspect=len(entry.lost_workers) >= SUSPECT_DEATHS,
         )
 
     def block_count(self, block_size: int) -> int:
@@ -67,6 +70,7 @@ class View:
     adapters: frozenset[str]
     draining: bool
     ready: bool
+    suspect_count: int = 0
 
     @classmethod
     def of(cls, message: worker_service_pb2.WatchResponse) -> View:
@@ -82,6 +86,7 @@ class View:
             adapters=frozenset(message.adapters),
             draining=message.draining,
             ready=message.ready,
+            suspect_count=message.suspect_count,
         )
 
 
@@ -92,6 +97,7 @@ class _Debit:
     slot_count: int
     block_count: int
     token_count: int
+    suspect: bool
     replied_at: float = math.inf
 
 
@@ -159,6 +165,8 @@ class Endpoint:
         slots, blocks = self.free(now)
         if self.view is None or slots == 0:
             return False
+        if needs.suspect and (self.view.suspect_count or any(debit.suspect for debit in self._debits.values())):
+            return False
         idle = self.view.in_flight_count == 0 and not self._debits
         return idle or (slots >= needs.slot_count and blocks >= needs.block_count(self.view.block_size))
 
@@ -170,7 +178,9 @@ class Endpoint:
     def debit(self, needs: Needs) -> None:
         """A submit is on its way."""
         block_size = self.view.block_size if self.view is not None else 1
-        self._debits[needs.request_id] = _Debit(needs.slot_count, needs.block_count(block_size), needs.token_count)
+        self._debits[needs.request_id] = _Debit(
+            needs.slot_count, needs.block_count(block_size), needs.token_count, needs.suspect
+        )
         if self.reserved_for == needs.request_id:
             self.reserved_for = None
 

@@ -70,6 +70,9 @@ class RoutingPolicy:
     ) -> Endpoint | None:
         if not candidates:
             return None
+        if needs.suspect:
+            # Where its death harms the fewest.
+            return min(candidates, key=lambda e: (e.load, e.token_load))
         affinity = PrefixAffinity(self._index, serving)
         scored = [(score(needs, e, now, affinity), e) for e in candidates]
         best = max(value for value, _ in scored)

@@ -132,6 +132,7 @@ class LoadBoard:
             ready=self.ready,
             in_flight_count=len(self._table.unfinished()),
             kv_token_byte_count=identity.kv_token_bytes,
+            suspect_count=self._table.suspect_count,
         )
         age = self._engine.progress_age()
         if age is not None:

@@ -15,6 +15,7 @@ from millrace.common.v1 import admission_pb2
 from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 from opentelemetry import trace
 
+from services.common.admission_types import SUSPECT_DEATHS
 from services.common.clock import Clock
 from services.common.errors import NotFound
 from services.common.lifecycle import crash_point
@@ -197,6 +198,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         except EngineError as error:
             raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_INVALID, f"{error}.") from None
         older = self._table.get(entry.request_id)
+        if len(entry.lost_workers) >= SUSPECT_DEATHS and self._table.suspect_count and older is None:
+            raise _Refused(NO_ROOM, "Another suspect of poison runs here.")
         freed = older.slot_count if older is not None else 0
         wanted = min(len(request.choices), self._identity.max_num_seqs)
         if wanted > self._board.free_slots() + freed:

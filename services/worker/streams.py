@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
+from services.common.admission_types import SUSPECT_DEATHS
 from services.worker import wire
 from services.worker.engine.outputs import EngineOutput, TokenLogprobs
 from services.worker.engine.request import FinishReason
@@ -33,6 +34,11 @@ class RequestFacts:
     prompt_token_count: int
     prompt_block_count: int
     traceparent: str
+
+    @property
+    def suspect(self) -> bool:
+        """Two workers died with it in hand."""
+        return len(self.entry.lost_workers) >= SUSPECT_DEATHS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import WorkerRecord
+from services.common.admission_types import SUSPECT_DEATHS, WorkerRecord
 from services.common.grpc_server import GrpcServer, start_server
 from tests.helpers.admission import POOL
 
@@ -34,6 +34,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self.refuse_with: worker_service_pb2.SubmitRefusal.ValueType | None = None
         self.submits: list[worker_service_pb2.SubmitRequest] = []
         self.running: dict[str, int] = {}
+        self.suspects: set[str] = set()
         self.most_running = 0
         self.overbooked = 0
         self._sequence = 0
@@ -85,6 +86,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             attached_gateways=self.gateways,
             draining=self.draining,
             ready=self.ready,
+            suspect_count=len(self.suspects & self.running.keys()),
         )
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_service_pb2.WatchResponse]:
@@ -106,6 +108,8 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.SubmitRequest, context: Any
     ) -> worker_service_pb2.SubmitResponse:
         self.submits.append(request)
+        if len(request.entry.lost_workers) >= SUSPECT_DEATHS:
+            self.suspects.add(request.entry.request_id)
         if self.hang:
             await asyncio.Event().wait()
         if self.abort_with is not None:

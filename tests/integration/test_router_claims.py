@@ -416,3 +416,28 @@ async def test_claim_and_submit_are_spans_of_the_entrys_trace(rig: Rig, spans: I
         assert format(span.context.trace_id, "032x") == trace_id
         assert span.parent is not None
         assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
+
+
+async def test_suspects_that_must_run_apart_hold_up_nobody_else(rig: Rig) -> None:
+    worker = await rig.worker("worker-1", slots=4)
+    await rig.router()
+    for number in range(40):
+        entry = make_entry(f"s{number}", attempt=3)
+        entry.lost_workers.extend(("a", "b"))
+        # None is the only one that both dead workers had.
+        await rig.client.sadd(f"mr:{{{POOL.tag}}}:lost:a", "s40")
+        await rig.client.hset(f"mr:{{{POOL.tag}}}:req:s40", "owner", "b")
+        await rig.store.enqueue(POOL, entry, CAPS, readmit=True, remaining_ms=600_000)
+    await rig.enqueue("fresh-1", "fresh-2", "fresh-3")
+
+    await until(lambda: rig.all_owned(["fresh-1", "fresh-2", "fresh-3"]))
+
+    def suspects() -> list[str]:
+        return [request_id for request_id in worker.running if request_id.startswith("s")]
+
+    assert len(suspects()) == 1
+    for left in range(40, 0, -1):
+        await until(lambda: len(suspects()) == 1)
+        worker.finish(suspects()[0])
+        assert sum(s.entry.request_id.startswith("s") for s in worker.submits) >= 41 - left
+    assert worker.overbooked == 0

@@ -263,3 +263,27 @@ async def test_the_worker_registers_its_address_and_outlives_an_absent_redis() -
         )
         assert response.accepted
         await gateway.close()
+
+
+async def test_a_second_suspect_of_poison_finds_no_room_while_others_do() -> None:
+    gate = Gate()
+    async with running_worker(script=FakeScript(before_step=gate)) as rig:
+        gateway = await ready_gateway(rig)
+        gate.open.clear()
+        first, second = entry("s1"), entry("s2")
+        for work in (first, second):
+            work.lost_workers.extend(("worker-a", "worker-b"))
+
+        assert (await gateway.submit(first)).accepted
+        refused = await gateway.submit(second)
+        assert (await gateway.submit(entry("r1"))).accepted
+        snapshot = await gateway.stub.Watch(pb.WatchRequest(router_instance="x")).read()
+        gate.open.set()
+        await gateway.finished("s1", "r1")
+
+        assert refused.refusal == pb.SUBMIT_REFUSAL_NO_ROOM
+        assert snapshot.suspect_count == 1
+        assert (await gateway.submit(second, epoch=512)).accepted
+        await gateway.finished("s2")
+        await rig.until(lambda: len(rig.app.parts.table) == 0)
+        await gateway.close()

@@ -264,7 +264,7 @@ async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:
 
     rig.table.on_worker_lost("worker-a")
 
-    assert rig.effects.readmitted == [Readmit(2)]
+    assert rig.effects.readmitted == [Readmit(2, lost=("worker-a",))]
 
 
 async def test_the_budget_is_renewed_once_at_a_time(rig: Rig) -> None:

@@ -803,6 +803,7 @@ class WatchResponse(_message.Message):
     IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFER_RATE_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     KV_TOKEN_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SUSPECT_COUNT_FIELD_NUMBER: _builtins.int
     worker_instance: _builtins.str
     sequence: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
@@ -821,6 +822,8 @@ class WatchResponse(_message.Message):
     """Measured bytes a second of blocks received from peers; absent before the first transfer."""
     kv_token_byte_count: _builtins.int
     """Bytes of keys and values a token takes in a transfer."""
+    suspect_count: _builtins.int
+    """Requests in hand that two workers died with: at most one runs at a time."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -855,10 +858,11 @@ class WatchResponse(_message.Message):
         in_flight_count: _builtins.int = ...,
         transfer_rate_byte_count: _builtins.int | None = ...,
         kv_token_byte_count: _builtins.int = ...,
+        suspect_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "transfer_rate_byte_count", b"transfer_rate_byte_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "suspect_count", b"suspect_count", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__transfer_rate_byte_count: _TypeAlias = _typing.Literal["transfer_rate_byte_count"]  # noqa: Y015
     _WhichOneofArgType__transfer_rate_byte_count: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count"]  # noqa: Y015
