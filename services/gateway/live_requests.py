@@ -153,6 +153,8 @@ class LiveRequest:
             self._epoch, self._worker = bound.epoch, instance
             if self.marks.submit is None:
                 self.marks.submit = self._table.clock.wall()
+                if event.accepted.HasField("claim_time"):
+                    self.marks.claim = event.accepted.claim_time.ToNanoseconds() / 1e9
                 self.meter.accepted(self._table.clock.monotonic())
         if self.core.started and self.marks.start is None:
             self.marks.start = self._table.clock.wall()

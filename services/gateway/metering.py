@@ -39,9 +39,10 @@ class Counts:
 
 @dataclasses.dataclass(slots=True)
 class Marks:
-    """Unix seconds of what happened; None until it does."""
+    """Unix seconds of what happened; None until it does. `claim`: of the first attempt that ran, by its router."""
 
     admit: float
+    claim: float | None = None
     submit: float | None = None
     start: float | None = None
     first_token: float | None = None
@@ -142,6 +143,7 @@ def _times(marks: Marks) -> common_pb2.RequestTimes:
 
     return common_pb2.RequestTimes(
         admit_time=stamp(marks.admit),
+        claim_time=stamp(marks.claim),
         submit_time=stamp(marks.submit),
         start_time=stamp(marks.start),
         first_token_time=stamp(marks.first_token),

@@ -129,6 +129,8 @@ class Dispatcher:
             router_instance=self._router_instance,
         )
         request.remaining.FromMilliseconds(remaining_ms)
+        claimed_at = self._clock.wall() - (now - held.since)
+        request.claim_time.FromMilliseconds(int(claimed_at * 1000))
         with tracer().start_as_current_span("router.submit", context=context_from(entry.traceparent)) as span:
             span.set_attribute("millrace.request_id", held.request_id)
             span.set_attribute("millrace.attempt", request.attempt)

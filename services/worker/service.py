@@ -225,4 +225,5 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             prompt_token_count=len(engine_request.prompt_token_ids),
             prompt_block_count=self._prompt_blocks(engine_request),
             traceparent=traceparent_of(trace.get_current_span()) or entry.traceparent,
+            claimed_at=request.claim_time if request.HasField("claim_time") else None,
         )

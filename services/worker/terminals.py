@@ -60,6 +60,8 @@ def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wa
         choice_token_counts=counts,
     )
     marks = stream.marks
+    if facts.claimed_at is not None:
+        event.times.claim_time.CopyFrom(facts.claimed_at)
     event.times.submit_time.CopyFrom(_timestamp(marks.submit))
     if marks.start is not None:
         event.times.start_time.CopyFrom(_timestamp(marks.start))

@@ -19,6 +19,7 @@ from services.worker.engine.outputs import EngineOutput
 from services.worker.engine.request import FinishReason, RequestKey
 from services.worker.streams import Failure, RequestFacts, RequestStream
 from services.worker.terminals import BATCH, TerminalWriter, gateway_lost_terminal
+from services.worker.usage_reports import AttemptLog
 from tests.helpers.fake_clock import FakeClock, settle
 from tests.helpers.worker import RememberingStore, entry
 
@@ -102,7 +103,7 @@ def test_an_attempt_leaves_prefill_and_decode_under_the_submits_span(exported: I
     produce(stream, 0, 1, at=WALL + 3)
     produce(stream, 0, 4, at=WALL + 7, finish=FinishReason.LENGTH)
 
-    AttemptRecorder(Metrics()).record(stream)
+    AttemptRecorder(Metrics(), AttemptLog("worker-1")).record(stream)
 
     spans: dict[str, ReadableSpan] = {span.name: span for span in exported.get_finished_spans()}
     assert set(spans) == {"worker.prefill", "worker.decode"}
@@ -123,7 +124,7 @@ def test_a_failed_prefill_leaves_its_span_with_the_reason_and_no_decode(exported
     produce(stream, 0, 0, at=WALL + 1)
     stream.fail(Failure("ENGINE_ERROR", "x", retryable=True), WALL + 2)
 
-    AttemptRecorder(Metrics()).record(stream)
+    AttemptRecorder(Metrics(), AttemptLog("worker-1")).record(stream)
 
     (span,) = exported.get_finished_spans()
     assert span.name == "worker.prefill"
@@ -134,6 +135,6 @@ def test_an_attempt_that_never_started_leaves_no_span(exported: InMemorySpanExpo
     stream = stream_of("r1")
     stream.fail(Failure("DRAINING", "x", retryable=True), WALL + 2)
 
-    AttemptRecorder(Metrics()).record(stream)
+    AttemptRecorder(Metrics(), AttemptLog("worker-1")).record(stream)
 
     assert exported.get_finished_spans() == ()

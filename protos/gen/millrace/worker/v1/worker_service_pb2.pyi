@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from millrace.common.v1 import admission_pb2 as _admission_pb2
@@ -245,6 +246,7 @@ class SubmitRequest(_message.Message):
     REMAINING_FIELD_NUMBER: _builtins.int
     ROUTER_INSTANCE_FIELD_NUMBER: _builtins.int
     PREFILL_PEER_FIELD_NUMBER: _builtins.int
+    CLAIM_TIME_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     epoch: _builtins.int
     router_instance: _builtins.str
@@ -258,6 +260,10 @@ class SubmitRequest(_message.Message):
     def prefill_peer(self) -> Global___PrefillPeer:
         """Who computes the prompt's blocks; absent: this worker does."""
 
+    @_builtins.property
+    def claim_time(self) -> _timestamp_pb2.Timestamp:
+        """When the router claimed it, by its clock; for the usage event only."""
+
     def __init__(
         self,
         *,
@@ -267,10 +273,11 @@ class SubmitRequest(_message.Message):
         remaining: _duration_pb2.Duration | None = ...,
         router_instance: _builtins.str = ...,
         prefill_peer: Global___PrefillPeer | None = ...,
+        claim_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "prefill_peer", b"prefill_peer", "remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time", "entry", b"entry", "prefill_peer", b"prefill_peer", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "claim_time", b"claim_time", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -588,12 +595,19 @@ class Accepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CLAIM_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def claim_time(self) -> _timestamp_pb2.Timestamp:
+        """As Submit gave it."""
+
     def __init__(
         self,
+        *,
+        claim_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
