@@ -35,16 +35,15 @@ class RouteStore:
         self._redis: Any = redis
         self._run = ScriptRunner(redis).run
 
-    async def revision(self) -> int | None:
-        """Revision of the table that stands; None when there is none, which is what a lost Redis looks like too."""
+    async def document(self) -> bytes | None:
+        """The table that stands, as JSON; None when there is none, which is what a lost Redis looks like too."""
         with store_errors():
-            value = await self._redis.hget(_TABLE, "revision")
-        return None if value is None else int(value)
+            document: bytes | None = await self._redis.hget(_TABLE, "document")
+        return document
 
     async def read(self) -> RouteTable | None:
-        """The table that stands. Raises InvalidRequest for a document that no release of ours wrote."""
-        with store_errors():
-            document = await self._redis.hget(_TABLE, "document")
+        """The table that stands, or None. Raises InvalidRequest for a document that no release of ours wrote."""
+        document = await self.document()
         return None if document is None else from_json(document)
 
     async def replace(self, table: RouteTable, *, who: str, why: str) -> RouteTable:

@@ -99,21 +99,22 @@ class RouteTable:
     pool_rules: tuple[PoolRule, ...] = ()
     withdrawn: frozenset[Target] = frozenset()
 
-    def pick(self, alias: str, *, tenant: str, key: str, usable: Callable[[Target], bool]) -> Target | None:
+    def pick(self, alias: str, *, tenant: str, key: str | None, usable: Callable[[Target], bool]) -> Target | None:
         """The version for one request, or None when the route has nothing usable. Raises KeyError without a route.
 
         The same `key` (a session, else the request's id) gets the same version while the table stays, and keeps it
-        where the share of the last target grows. A pin is never replaced by weights, unless it is withdrawn. A version
-        that is not usable gets nothing from weights: its requests are drawn again among the others.
+        where the share of the last target grows; without a key it is the version that most get. A pin is never replaced
+        by weights, unless it is withdrawn. A version that is not usable gets nothing from weights: its requests are
+        drawn again among the others.
         """
         route = self.routes[alias]
         pinned = route.pins.get(tenant)
         if pinned is not None and pinned not in self.withdrawn:
             return pinned if usable(pinned) else None
         left = [t for t in route.targets if t.weight > 0 and t.target not in self.withdrawn]
-        point = _point(alias, key)
+        point = None if key is None else _point(alias, key)
         while left:
-            drawn = _drawn(left, point)
+            drawn = max(left, key=lambda t: t.weight) if point is None else _drawn(left, point)
             if usable(drawn.target):
                 return drawn.target
             left.remove(drawn)

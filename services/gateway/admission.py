@@ -146,7 +146,7 @@ class AdmissionGenerator:
         entry.traceparent = traceparent_of(span)
         span.set_attribute("millrace.request_id", entry.request_id)
         facts = RequestFacts(
-            key, request.model.pool, entry, ClientLabels(request.user, request.metadata), span, received_at
+            key, request.model.pool, entry, request, ClientLabels(request.user, request.metadata), span, received_at
         )
         sampling = request.sampling
         limits = RequestLimits(
@@ -222,7 +222,7 @@ class AdmissionGenerator:
         card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
         salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + key.tenant.encode(), hashlib.sha256)
         return admission_pb2.AdmissionEntry(
-            request_id=new_ulid(self._clock.wall()),
+            request_id=request.request_id or new_ulid(self._clock.wall()),
             tenant=key.tenant,
             key_id=key.key_id,
             project=key.project,
@@ -279,6 +279,8 @@ def _attributes(key: KeyRecord, request: ValidRequest) -> dict[str, str | int]:
     return {
         "gen_ai.operation.name": "embeddings" if request.sampling.embed else generation,
         "gen_ai.request.model": request.model.card.model.model,
+        "millrace.model_version": request.model.card.model.version,
+        "millrace.manifest_digest": request.model.card.model.manifest_digest.hex(),
         "gen_ai.request.max_tokens": request.sampling.max_token_count,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "millrace.tenant": key.tenant,

@@ -25,6 +25,8 @@ from services.common.grpc_client import dialler
 from services.common.lifecycle import StartupError
 from services.common.metrics import Metrics
 from services.common.redis_client import connect
+from services.common.route_store import RouteStore
+from services.common.route_watch import RouteWatch
 from services.common.tls import WORKER, load_tls
 from services.gateway.admission import AdmissionGenerator, AdmissionSettings
 from services.gateway.auth import CachedKeyRing
@@ -55,6 +57,7 @@ class BackParts:
     table: LiveTable
     pool: WorkerPool
     directory: WorkerDirectory
+    routes: RouteWatch
     keyring: CachedKeyRing
     outbox: Outbox
     publisher: UsagePublisher
@@ -73,7 +76,7 @@ class Back:
             parts.store, parts.table, parts.pool, parts.bus, parts.admission, parts.metrics, gate=self.closed_because
         )
         self.watchdogs = Watchdogs(
-            parts.store, parts.table, parts.pool, parts.directory, gateway_instance=parts.instance
+            parts.store, parts.table, parts.pool, parts.directory, parts.routes, gateway_instance=parts.instance
         )
         self._tasks = Tasks()
         self._served_before = False
@@ -96,11 +99,12 @@ class Back:
         return self._served_before and self.closed_because() is None
 
     async def open(self) -> None:
-        """Open the outbox. Raises StartupError."""
+        """Open the outbox, take the routes of the last run. Raises StartupError."""
         try:
             await asyncio.to_thread(self.parts.outbox.open)
         except OSError as error:
             raise StartupError(f"The usage outbox cannot be opened: {error.strerror or error}.") from error
+        await asyncio.to_thread(self.parts.routes.load)
 
     def start(self, address: str) -> None:
         """Begin to publish, watch and attach; `address` is where other gateways reach this one."""
@@ -153,6 +157,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
     publisher = UsagePublisher(store, outbox, LedgerCommits(redis), clock)
     effects = StoreEffects(store, table, pool, publisher, caps)
     table.effects = effects
+    routes = RouteWatch(RouteStore(redis), Path(config.data_dir) / "routes.json")
     if not config.cache_secret:
         structlog.get_logger().warning("cache_secret_random", hint="set MILLRACE_CACHE_SECRET on every gateway")
     secret = config.cache_secret.encode() if config.cache_secret else secrets.token_bytes(32)
@@ -164,7 +169,8 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
         store=store,
         table=table,
         pool=pool,
-        directory=WorkerDirectory(dial=dial),
+        directory=WorkerDirectory(dial=dial, routes=lambda: routes.table),
+        routes=routes,
         keyring=CachedKeyRing(store, clock),
         outbox=outbox,
         publisher=publisher,

@@ -19,7 +19,7 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool
 from services.common.clock import Clock
 from services.common.errors import Draining, GatewayLost, Internal, MillraceError
-from services.gateway.generation import TokenEvent
+from services.gateway.generation import TokenEvent, ValidRequest
 from services.gateway.metering import ClientLabels, Counts, Ending, Marks, usage_event
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_metrics import RequestMeter
@@ -28,11 +28,15 @@ from services.gateway.requests import Action, Own, Readmit, Reattach, RequestCor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What stays true of one request. `entry` is the first attempt's; `received_at` is monotonic seconds."""
+    """What one request is. `entry` is the first attempt's; `received_at` is monotonic seconds.
+
+    Where its version is withdrawn before its first token, `entry`, `request` and `pool` are replaced, and nothing else.
+    """
 
     key: KeyRecord
     pool: Pool
     entry: admission_pb2.AdmissionEntry
+    request: ValidRequest
     labels: ClientLabels
     span: trace.Span
     received_at: float
@@ -84,6 +88,11 @@ class LiveRequest:
     @property
     def request_id(self) -> str:
         return self.facts.request_id
+
+    @property
+    def request(self) -> ValidRequest:
+        """The request as it runs."""
+        return self.facts.request
 
     @property
     def queue_position(self) -> int:

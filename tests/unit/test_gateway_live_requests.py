@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import pytest
 from millrace.common.v1 import admission_pb2, common_pb2
@@ -12,13 +13,24 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
 from services.common.errors import DeadlineExceeded, Draining, GatewayLost, Internal
 from services.common.metrics import Metrics
+from services.gateway.generation import ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_metrics import RequestMeter
 from services.gateway.requests import Own, Readmit, RequestCore, RequestLimits
+from tests.helpers.echo_generation import served
 from tests.helpers.fake_clock import FakeClock
 
+REQUEST = ValidRequest(
+    model=served(),
+    prompt_token_ids=array("I", [1, 2, 3]),
+    sampling=common_pb2.SamplingParams(choice_count=1, max_token_count=50),
+    stop=(),
+    priority_class=common_pb2.PRIORITY_CLASS_INTERACTIVE,
+    resume_policy=common_pb2.RESUME_POLICY_RESUME,
+    timeout_s=60.0,
+)
 LABELS = ("echo", "1", "interactive", "short", "acme")
 
 
@@ -67,7 +79,7 @@ class Rig:
         entry = admission_pb2.AdmissionEntry(request_id=request_id, tenant="acme", token_ids=[1, 2, 3], attempt=1)
         key = KeyRecord("k", "acme", "", (), 1.0, QuotaLimits())
         now = self.clock.monotonic()
-        facts = RequestFacts(key, Pool("echo"), entry, ClientLabels(), trace.INVALID_SPAN, now)
+        facts = RequestFacts(key, Pool("echo"), entry, REQUEST, ClientLabels(), trace.INVALID_SPAN, now)
         values = {"choice_count": 1, "max_token_count": 50, "deadline": now + 60, **limits}
         core = RequestCore(RequestLimits(**values), now=now)  # type: ignore[arg-type]
         live = LiveRequest(facts, core, self.table, RequestMeter(self.metrics, LABELS, now))
