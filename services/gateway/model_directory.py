@@ -101,7 +101,8 @@ class WorkerDirectory:
         return model
 
     async def update(self, records: Sequence[WorkerRecord]) -> None:
-        """Take the registry's view: learn new versions, forget workers that left. Blocks for the calls to new ones."""
+        """Take the registry's view: learn new versions, forget workers that left. Blocks for the calls to new ones.
+        Workers that only prefill make no version served."""
         for record in records:
             if Target(record.model, record.version) not in self._known and record.instance not in self._bad:
                 await self._learn(record)
@@ -109,7 +110,7 @@ class WorkerDirectory:
         self._workers = {}
         for record in records:
             target = Target(record.model, record.version)
-            if target in self._known and record.instance not in self._bad:
+            if record.role != "prefill" and target in self._known and record.instance not in self._bad:
                 self._workers[record.instance] = target
                 pools.setdefault(target, set()).add(record.pool)
         self._pools = pools

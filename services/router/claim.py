@@ -18,9 +18,10 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.lifecycle import end_tasks
 from services.common.telemetry import context_from, tracer
+from services.router.disaggregation import Disaggregation
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
-from services.router.filters import ejected, is_routable
+from services.router.filters import ejected, is_routable, only_prefills
 from services.router.policy import RoutingPolicy
 from services.router.registry import EndpointRegistry
 
@@ -49,6 +50,7 @@ class ClaimLoop:
         self._registry = registry
         self._dispatcher = dispatcher
         self._policy = policy
+        self._disaggregation = Disaggregation(registry.prefixes)
         self._clock = clock
         self._router_instance = router_instance
         self._waiting: list[HeldClaim] = []
@@ -164,6 +166,7 @@ class ClaimLoop:
             min(endpoint.free(now))
             for endpoint in endpoints
             if endpoint.reserved_for is None and endpoint.instance not in out and is_routable(endpoint, now)
+            if not only_prefills(endpoint)
         )
 
     def _waiting_suspects(self) -> int:
@@ -188,7 +191,8 @@ class ClaimLoop:
             endpoints = self._registry.endpoints(held.pool)
             endpoint = self._policy.choose(held.needs, endpoints, now, excluded=held.avoided(now))
             if endpoint is not None:
-                self._policy.placed(held.needs, endpoint, now)
+                held.placing = self._disaggregation.decide(held.needs, endpoint, endpoints, now)
+                self._policy.placed(held.needs, endpoint, now, held.placing)
                 self._waiting.remove(held)
                 task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
                 self._submits[task] = (held, endpoint)
@@ -202,6 +206,7 @@ class ClaimLoop:
 
     async def _submit(self, held: HeldClaim, endpoint: Endpoint) -> None:
         outcome = await self._dispatcher.submit(held, endpoint)
+        self._settle_peer(held, accepted=outcome is Outcome.ACCEPTED)
         if outcome is Outcome.UNFIT and self._unfit_everywhere(held):
             with contextlib.suppress(StoreUnavailable):
                 if await self._dispatcher.fail(held):
@@ -214,6 +219,14 @@ class ClaimLoop:
         else:
             self._forget(held)
 
+    def _settle_peer(self, held: HeldClaim, *, accepted: bool) -> None:
+        """The peer is asked once the request was accepted, and not otherwise."""
+        peer = held.placing.peer if held.placing is not None else None
+        if peer is not None and accepted:
+            peer.named(held.request_id, self._clock.monotonic())
+        elif peer is not None:
+            peer.unnamed(held.request_id)
+
     async def _give_back_late(self) -> None:
         """Claims whose time is over go back to the queue, which ends them."""
         now = self._clock.monotonic()
@@ -224,8 +237,9 @@ class ClaimLoop:
                 await self._store.return_claims(held.pool, [held.claim.claim_id])
 
     def _unfit_everywhere(self, held: HeldClaim) -> bool:
-        """Every worker of the pool refused for good."""
-        return all(endpoint.instance in held.excluded for endpoint in self._registry.endpoints(held.pool))
+        """Every worker of the pool that decodes refused for good."""
+        decoding = [e for e in self._registry.endpoints(held.pool) if not only_prefills(e)]
+        return all(endpoint.instance in held.excluded for endpoint in decoding)
 
     def _submitted(self, task: asyncio.Task[None]) -> None:
         held, endpoint = self._submits.pop(task)
@@ -234,6 +248,7 @@ class ClaimLoop:
         elif (error := task.exception()) is not None:
             structlog.get_logger().error("submit_task_died", request_id=held.request_id, exc_info=error)
             endpoint.failed(held.request_id, self._clock.monotonic(), guilty=False)
+            self._settle_peer(held, accepted=False)
             self._forget(held)
         self.wake()
 

@@ -23,6 +23,7 @@ from services.worker.cache_board import CacheBoard
 from services.worker.config import WorkerRole
 from services.worker.engine.outputs import EngineStats
 from services.worker.engine_loop import EngineLoop
+from services.worker.prefill_rate import PrefillRate
 from services.worker.requests import RequestTable
 
 WATCH_PERIOD_S = 1.0
@@ -63,6 +64,7 @@ class LoadBoard:
         self._engine = engine
         self._clock = clock
         self._stats: EngineStats | None = None
+        self._prefill_rate = PrefillRate()
         self._changed = asyncio.Event()
         self._shown: tuple[object, ...] = ()
         self._sequence = 0
@@ -93,6 +95,7 @@ class LoadBoard:
     def update(self, stats: EngineStats, step_seconds: list[float]) -> None:
         """Take the engine's newest counts and how long its steps took."""
         self._stats = stats
+        self._prefill_rate.note(stats, step_seconds)
         self._metrics.update(stats, step_seconds)
 
     def touch(self) -> None:
@@ -133,6 +136,7 @@ class LoadBoard:
             in_flight_count=len(self._table.unfinished()),
             kv_token_byte_count=identity.kv_token_bytes,
             suspect_count=self._table.suspect_count,
+            prefill_rate_token_count=self._prefill_rate.per_second,
         )
         age = self._engine.progress_age()
         if age is not None:

@@ -20,9 +20,16 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
     """Takes `slots` requests; `submits` are all requests it was sent, `running` those it holds."""
 
     def __init__(
-        self, instance: str, *, slots: int = 2, version: str = "1", gateways: tuple[str, ...] = ("gateway-1",)
+        self,
+        instance: str,
+        *,
+        slots: int = 2,
+        version: str = "1",
+        gateways: tuple[str, ...] = ("gateway-1",),
+        role: str = "aggregated",
     ) -> None:
         self.instance = instance
+        self.role = role
         self.slots = slots
         self.version = version
         self.gateways = list(gateways)
@@ -51,7 +58,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
     @property
     def record(self) -> WorkerRecord:
         assert self._server is not None
-        return WorkerRecord(self.instance, self._server.address, "echo", self.version, POOL, "aggregated")
+        return WorkerRecord(self.instance, self._server.address, "echo", self.version, POOL, self.role)
 
     async def register(self, store: AdmissionStore) -> None:
         await store.register_worker(self.record)
@@ -77,7 +84,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             sequence=self._sequence,
             model=common_pb2.ModelRef(model="echo", version=self.version),
             pool=common_pb2.PoolRef(model="echo", pool="default"),
-            role=common_pb2.WORKER_ROLE_AGGREGATED,
+            role=common_pb2.WorkerRole.Value(f"WORKER_ROLE_{self.role.upper()}"),
             free_slot_count=self.slots - sum(self.running.values()),
             free_block_count=1_000,
             block_size=16,

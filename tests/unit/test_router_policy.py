@@ -29,6 +29,7 @@ def make_view(
     ready: bool = True,
     gateways: tuple[str, ...] = ("gateway-1",),
     suspects: int = 0,
+    **fields: int,
 ) -> View:
     return View.of(
         worker_service_pb2.WatchResponse(
@@ -43,6 +44,7 @@ def make_view(
             draining=draining,
             ready=ready,
             suspect_count=suspects,
+            **fields,
         )
     )
 
