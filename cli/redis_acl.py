@@ -25,7 +25,7 @@ RULES = {
     "router": f"{_POOL} {_REGISTRY} {_TENANTS} {_ROUTES} resetchannels",
     # Owns and finishes requests of its pool.
     "worker": f"{_POOL} {_REGISTRY} resetchannels",
-    # Reads usage, says what is committed, writes keys and what budgets have spent.
+    # Reads usage, says what is committed, writes keys, routes and what budgets have spent.
     "usage": f"{_LEDGER} {_REGISTRY} {_KEYS} {_ROUTES} resetchannels",
 }
 

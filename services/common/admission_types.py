@@ -12,6 +12,8 @@ from millrace.usage.v1 import usage_event_pb2
 
 # With so many dead workers behind it a request runs apart from others like it.
 SUSPECT_DEATHS = 2
+# Mirrored requests run under this tenant, which is never billed and which nobody can make.
+SHADOW_TENANT = "millrace-shadow"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ def _rollout(field: str, message: pb.Rollout) -> Rollout:
         raise InvalidRequest(f"{field}: there is no step {message.step}.", param="step")
     if message.state == pb.ROLLOUT_STATE_UNSPECIFIED or message.state not in pb.RolloutState.values():
         raise InvalidRequest(f"{field}: a rollout has a state.", param="state")
+    _check_count(f"{field}.criteria", message.criteria, MAX_TARGETS)
     bake_s = message.bake.ToTimedelta().total_seconds()
     if bake_s < 0:
         raise InvalidRequest(f"{field}: the bake time is negative.", param="bake")
@@ -144,6 +145,7 @@ def _rollout(field: str, message: pb.Rollout) -> Rollout:
         bake_s=bake_s,
         step_time=message.step_time.ToMilliseconds() / 1000,
         reason=message.reason[:MAX_REASON_CHARS],
+        criteria=dict(message.criteria),
     )
 
 
@@ -190,6 +192,7 @@ def _rollout_message(rollout: Rollout) -> pb.Rollout:
         step=rollout.step,
         state=cast("pb.RolloutState.ValueType", rollout.state.value),
         reason=rollout.reason,
+        criteria=rollout.criteria,
     )
     message.bake.FromMilliseconds(round(rollout.bake_s * 1000))
     message.step_time.FromMilliseconds(round(rollout.step_time * 1000))

@@ -51,7 +51,10 @@ class RolloutState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
-    """A move from `baseline` to `candidate`. `step` is an index into `step_percents`, `step_time` in unix seconds."""
+    """A move from `baseline` to `candidate`. `step` is an index into `step_percents`, `step_time` in unix seconds.
+
+    `criteria` are what the candidate must hold, by name.
+    """
 
     baseline: Target
     candidate: Target
@@ -61,6 +64,7 @@ class Rollout:
     bake_s: float
     step_time: float
     reason: str = ""
+    criteria: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def percent(self) -> int:

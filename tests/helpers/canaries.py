@@ -6,8 +6,8 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
-from services.router.canary.judge import Call, Judge, Verdict
-from services.router.canary.observations import Observation
+from services.usage.canary.judge import Call, Judge, Verdict
+from services.usage.canary.observations import Observation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,6 +133,26 @@ class Rollout(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class CriteriaEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     BASELINE_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     STEP_PERCENTS_FIELD_NUMBER: _builtins.int
@@ -141,6 +161,7 @@ class Rollout(_message.Message):
     BAKE_FIELD_NUMBER: _builtins.int
     STEP_TIME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CRITERIA_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Index into step_percents."""
     state: Global___RolloutState.ValueType
@@ -162,6 +183,10 @@ class Rollout(_message.Message):
     def step_time(self) -> _timestamp_pb2.Timestamp:
         """When this step began."""
 
+    @_builtins.property
+    def criteria(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the candidate must hold, by the names of docs/releases.md; absent ones have their defaults."""
+
     def __init__(
         self,
         *,
@@ -173,10 +198,11 @@ class Rollout(_message.Message):
         bake: _duration_pb2.Duration | None = ...,
         step_time: _timestamp_pb2.Timestamp | None = ...,
         reason: _builtins.str = ...,
+        criteria: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "reason", b"reason", "state", b"state", "step", b"step", "step_percents", b"step_percents", "step_time", b"step_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "criteria", b"criteria", "reason", b"reason", "state", b"state", "step", b"step", "step_percents", b"step_percents", "step_time", b"step_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,46 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ShadowReport(_message.Message):
+    """ShadowReport says how a mirrored request's answer compares with the primary's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIMARY_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    COMPARED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EQUAL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LENGTHS_DIFFER_FIELD_NUMBER: _builtins.int
+    DRIFT_NATS_FIELD_NUMBER: _builtins.int
+    primary_request_id: _builtins.str
+    """Request id of the primary."""
+    compared_token_count: _builtins.int
+    """Tokens of choice 0 that both answers have; only greedy answers of one tokenizer are compared."""
+    equal_token_count: _builtins.int
+    """Leading ones of them that are equal."""
+    lengths_differ: _builtins.bool
+    """One answer ended where the other went on."""
+    drift_nats: _builtins.float
+    """Mean absolute difference of the equal tokens' logprobs, in nats, where the client asked for logprobs."""
+    def __init__(
+        self,
+        *,
+        primary_request_id: _builtins.str = ...,
+        compared_token_count: _builtins.int = ...,
+        equal_token_count: _builtins.int = ...,
+        lengths_differ: _builtins.bool = ...,
+        drift_nats: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift_nats", b"_drift_nats", "drift_nats", b"drift_nats"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift_nats", b"_drift_nats", "compared_token_count", b"compared_token_count", "drift_nats", b"drift_nats", "equal_token_count", b"equal_token_count", "lengths_differ", b"lengths_differ", "primary_request_id", b"primary_request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drift_nats: _TypeAlias = _typing.Literal["drift_nats"]  # noqa: Y015
+    _WhichOneofArgType__drift_nats: _TypeAlias = _typing.Literal["_drift_nats", b"_drift_nats"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drift_nats) -> _WhichOneofReturnType__drift_nats | None: ...
+
+Global___ShadowReport: _TypeAlias = ShadowReport  # noqa: Y015
+
+@_typing.final
 class UsageEvent(_message.Message):
     """UsageEvent is a CloudEvent with source `millrace/gateway` and id = request_id."""
 
@@ -70,6 +110,7 @@ class UsageEvent(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CHOICE_TOKEN_COUNTS_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     project: _builtins.str
@@ -109,6 +150,10 @@ class UsageEvent(_message.Message):
 
     @_builtins.property
     def latency(self) -> Global___Latency: ...
+    @_builtins.property
+    def shadow(self) -> Global___ShadowReport:
+        """Set for a mirrored request, which bills nothing."""
+
     def __init__(
         self,
         *,
@@ -135,10 +180,11 @@ class UsageEvent(_message.Message):
         traceparent: _builtins.str = ...,
         choice_token_counts: _abc.Iterable[_builtins.int] | None = ...,
         latency: Global___Latency | None = ...,
+        shadow: Global___ShadowReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["billed", b"billed", "delivered", b"delivered", "latency", b"latency", "model", b"model", "pool", b"pool", "times", b"times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["billed", b"billed", "delivered", b"delivered", "latency", b"latency", "model", b"model", "pool", b"pool", "shadow", b"shadow", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "billed", b"billed", "choice_token_counts", b"choice_token_counts", "delivered", b"delivered", "epoch", b"epoch", "error_reason", b"error_reason", "finish_reason", b"finish_reason", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "latency", b"latency", "length_class", b"length_class", "metadata", b"metadata", "model", b"model", "pool", b"pool", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "tenant", b"tenant", "terminal_state", b"terminal_state", "times", b"times", "traceparent", b"traceparent", "user", b"user", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "billed", b"billed", "choice_token_counts", b"choice_token_counts", "delivered", b"delivered", "epoch", b"epoch", "error_reason", b"error_reason", "finish_reason", b"finish_reason", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "latency", b"latency", "length_class", b"length_class", "metadata", b"metadata", "model", b"model", "pool", b"pool", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "shadow", b"shadow", "tenant", b"tenant", "terminal_state", b"terminal_state", "times", b"times", "traceparent", b"traceparent", "user", b"user", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,8 @@ import abc
 import enum
 from collections.abc import Iterable, Sequence
 
-from services.router.canary.evidence import Counts, Evidence, ExcessEvidence, RateEvidence, above, log_mean
-from services.router.canary.observations import Observation, Tally
+from services.usage.canary.evidence import Counts, Evidence, ExcessEvidence, RateEvidence, above, log_mean
+from services.usage.canary.observations import Observation, Tally
 
 QUANTILES = (0.5, 0.9)
 # Values of one version that wait for one of the other to be compared with: the first ones stand for all.

@@ -12,7 +12,7 @@ import enum
 import math
 from collections.abc import Sequence
 
-from services.router.canary.checks import (
+from services.usage.canary.checks import (
     BaselineCheck,
     Check,
     LargerThanBaseline,
@@ -20,32 +20,8 @@ from services.router.canary.checks import (
     OftenerThanTarget,
     Role,
 )
-from services.router.canary.observations import Observation, Tally
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Criteria:
-    """What a canary must hold. Times in milliseconds; rates and shares in [0, 1]; None asks for nothing.
-
-    A share of `attainment` of the requests must meet a latency target. Against the baseline a figure may be `*_ratio`
-    times as high (length also as low), failures twice as likely in odds. Mirrored greedy answers may differ in a share
-    of `diff_rate` (1: any output may change) or drift by more than `drift_nats` in the same share.
-    """
-
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    attainment: float = 0.95
-    error_rate: float = 0.02
-    ttft_ratio: float = 1.5
-    tpot_ratio: float = 1.2
-    length_ratio: float = 1.3
-    cost_ratio: float = 1.3
-    diff_rate: float = 0.2
-    drift_nats: float = 0.5
-    min_requests: int = 50
-    min_to_fail: int = 10
-    stages: int = 4
-    false_alarm_rate: float = 0.01
+from services.usage.canary.criteria import Criteria
+from services.usage.canary.observations import Observation, Tally
 
 
 class Call(enum.Enum):
@@ -89,7 +65,7 @@ class Judge:
                 return Verdict(Call.FAIL, self._why(check), check.name)
         if self.canary.requests < self.criteria.min_requests:
             have, need = self.canary.requests, self.criteria.min_requests
-            return Verdict(Call.CONTINUE, f"{have} of {need} requests that a verdict needs were seen")
+            return Verdict(Call.CONTINUE, f"{have} of {need:g} requests that a verdict needs were seen")
         # One in e**3 = 20 by chance: not enough to fail, too much to send it more traffic.
         suspect = max(self.checks, key=lambda check: check.log_value)
         if suspect.log_value >= 3.0:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.router.canary.checks import Role
-from services.router.canary.evidence import Counts, Evidence, ExcessEvidence, RateEvidence, above
-from services.router.canary.judge import Call, Criteria, Judge
-from services.router.canary.observations import Histogram, Observation
+from services.usage.canary.checks import Role
+from services.usage.canary.criteria import Criteria
+from services.usage.canary.evidence import Counts, Evidence, ExcessEvidence, RateEvidence, above
+from services.usage.canary.judge import Call, Judge
+from services.usage.canary.observations import Histogram, Observation
 from tests.helpers.canaries import GOOD, Traffic, Version, run_stage
 
 ONE_PERCENT = Traffic(per_window=100, share=0.01)
@@ -90,12 +91,12 @@ def test_values_above_the_common_quantile_are_events_of_both() -> None:
 
 def test_good_canaries_pass_with_hardly_a_false_alarm() -> None:
     trials = [
-        run_stage(Judge(Criteria(tpot_ms=35)), GOOD, Traffic(20, 0.3, 0.1), windows=20, seed=seed) for seed in range(60)
+        run_stage(Judge(Criteria(tpot_ms=35)), GOOD, Traffic(20, 0.3, 0.1), windows=20, seed=seed) for seed in range(30)
     ]
 
     calls = [trial.verdict.call for trial in trials]
     assert calls.count(Call.FAIL) == 0
-    assert calls.count(Call.PASS) >= 55
+    assert calls.count(Call.PASS) >= 27
 
 
 @pytest.mark.fault
@@ -121,10 +122,10 @@ BAD = {
 
 @pytest.mark.parametrize("figure", BAD)
 def test_a_bad_version_is_found_within_what_one_percent_sees_in_a_minute(figure: str) -> None:
-    trials = [run_stage(Judge(Criteria(tpot_ms=30)), BAD[figure], ONE_PERCENT, windows=450, seed=s) for s in range(5)]
+    trials = [run_stage(Judge(Criteria(tpot_ms=30)), BAD[figure], ONE_PERCENT, windows=450, seed=s) for s in range(3)]
 
-    assert [trial.verdict.figure for trial in trials] == [figure] * 5
-    assert sorted(trial.canary_requests for trial in trials)[2] <= SEEN_IN_A_MINUTE
+    assert [trial.verdict.figure for trial in trials] == [figure] * 3
+    assert sorted(trial.canary_requests for trial in trials)[1] <= SEEN_IN_A_MINUTE
 
 
 def test_latency_is_found_without_a_target_too() -> None:
