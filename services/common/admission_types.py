@@ -75,7 +75,8 @@ class PoolCaps:
 class Reserve:
     """What a request may use: `output_tokens` = max_tokens × n of rates, `lease_tokens` = prompt + ≤ 64 of budgets.
 
-    `prices` are nanos per token of input and of output. Without a `key_id` only the tenant's limits count.
+    `prices` are nanos per token of input and of output. Without a `key_id` only the tenant's limits count. `where` is
+    the pool and the gateway instance that run the request.
     """
 
     tenant: str
@@ -87,6 +88,7 @@ class Reserve:
     key_id: str = ""
     key_limits: QuotaLimits = QuotaLimits()
     prices: tuple[int, int] = (0, 0)
+    where: tuple[Pool, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

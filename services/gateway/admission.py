@@ -189,7 +189,6 @@ class AdmissionGenerator:
         live.position = answer.position
         live.admitted = True
         live.watch_deadline()
-        self._tasks.spawn(self._set_where(live), name="set-where")
 
     async def _undo(self, live: LiveRequest, error: BaseException) -> None:
         if isinstance(error, MillraceError):
@@ -202,13 +201,6 @@ class AdmissionGenerator:
         # A reservation that cannot be released expires by itself.
         try:
             await self._store.release(tenant, request_id)
-        except StoreUnavailable:
-            return
-
-    async def _set_where(self, live: LiveRequest) -> None:
-        try:
-            facts = live.facts
-            await self._store.set_where(facts.key.tenant, facts.request_id, facts.pool, self._settings.gateway_instance)
         except StoreUnavailable:
             return
 

@@ -68,9 +68,6 @@ class FakeStore:
         self.settled.append((request_id, computed_tokens, billed_tokens))
         self.reserved.pop(request_id, None)
 
-    async def set_where(self, tenant: str, request_id: str, pool: Pool, gateway_instance: str) -> None:
-        return
-
     async def enqueue(
         self, pool: Pool, entry: admission_pb2.AdmissionEntry, caps: PoolCaps, **options: int
     ) -> Queued | Refusal:
