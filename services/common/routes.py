@@ -124,6 +124,13 @@ class RouteTable:
             left.remove(drawn)
         return None
 
+    def mirrored_to(self, alias: str, request_id: str) -> Target | None:
+        """The version that this request of a route is mirrored to, or None; None without a route too."""
+        route = self.routes.get(alias)
+        if route is None or route.shadow is None or route.shadow.target in self.withdrawn:
+            return None
+        return route.shadow.target if _point(f"{alias}\0shadow", request_id) < route.shadow.share else None
+
     def pools(
         self,
         model: str,

@@ -25,7 +25,7 @@ from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker,
 from services.common.lifecycle import new_ulid
 from services.common.metrics import Metrics
 from services.common.telemetry import traceparent_of, tracer
-from services.gateway.generation import Generation, ValidRequest
+from services.gateway.generation import ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels, length_class
 from services.gateway.request_metrics import RequestMeter, label_of
@@ -87,7 +87,7 @@ class AdmissionGenerator:
         self._clock: Clock = table.clock
         self._tasks = Tasks()
 
-    async def start(self, key: KeyRecord, request: ValidRequest) -> Generation:
+    async def start(self, key: KeyRecord, request: ValidRequest) -> LiveRequest:
         """Reserve and enqueue. Raises a MillraceError of limits, queue or store; nothing is then left behind."""
         received_at = self._clock.monotonic()
         model = request.model.card.model

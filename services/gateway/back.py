@@ -32,6 +32,7 @@ from services.gateway.admission import AdmissionGenerator, AdmissionSettings
 from services.gateway.auth import CachedKeyRing
 from services.gateway.config import GatewayConfig
 from services.gateway.live_requests import LiveTable
+from services.gateway.mirror import MirroringGenerator
 from services.gateway.model_directory import WorkerDirectory
 from services.gateway.outbox import Outbox
 from services.gateway.publisher import UsagePublisher
@@ -75,6 +76,7 @@ class Back:
         self.generator = AdmissionGenerator(
             parts.store, parts.table, parts.pool, parts.bus, parts.admission, parts.metrics, gate=self.closed_because
         )
+        self.mirror = MirroringGenerator(self.generator, parts.directory, lambda: parts.routes.table)
         self.watchdogs = Watchdogs(
             parts.store, parts.table, parts.pool, parts.directory, parts.routes, gateway_instance=parts.instance
         )
@@ -129,6 +131,7 @@ class Back:
         self.draining = True
         await self._finish_rest()
         await self._tasks.close()
+        await self.mirror.close()
         await self.generator.close()
         await parts.effects.close()
         await parts.pool.close()

@@ -77,6 +77,8 @@ class LiveRequest:
         self.position = 0
         self.admitted = False
         self.renewing = False
+        # Of a mirrored request: how its answer compares.
+        self.shadow: usage_event_pb2.ShadowReport | None = None
         self.wake = asyncio.Event()
         self._table = table
         self._worker = ""
@@ -189,6 +191,8 @@ class LiveRequest:
             reasoning=sum(self._reasoned.values()),
         )
         event = usage_event(self.facts.entry, ending, counts, self.marks, self.facts.labels)
+        if self.shadow is not None:
+            event.shadow.CopyFrom(self.shadow)
         self.meter.ended(self._table.clock.monotonic(), event)
         self._end_span(event)
         await self._table.effects.publish(self, OutboxRecord(counts.computed, event))

@@ -9,6 +9,8 @@ from google.protobuf import timestamp_pb2
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
+from services.common.admission_types import SHADOW_TENANT
+
 _SHORT_TOKENS = 512
 _MEDIUM_TOKENS = 4_096
 
@@ -110,7 +112,7 @@ def usage_event(
         terminal_state=ending.state,
         error_reason=ending.error_reason,
         delivered=delivered_usage(counts),
-        billed=billed_usage(ending.state, counts),
+        billed=common_pb2.TokenUsage() if entry.tenant == SHADOW_TENANT else billed_usage(ending.state, counts),
         attempt=ending.attempt,
         epoch=ending.epoch,
         worker_instance=ending.worker_instance,

@@ -268,6 +268,12 @@ def echo_config(*, step_ms: float = 0.5, **engine: object) -> WorkerConfig:
     return WorkerConfig(model="echo", engine=knobs, echo_step_ms=step_ms)
 
 
+def scripted_echo(config: WorkerConfig, script: FakeScript) -> LoadedModel:
+    """The echo model of these settings, with a script instead of its step time."""
+    loaded = load_model(config)
+    return dataclasses.replace(loaded, runner=FakeModelRunner(loaded.runner.spec, script=script))
+
+
 @dataclasses.dataclass
 class WorkerRig:
     """A started worker."""

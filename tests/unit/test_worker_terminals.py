@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.admission_types import Pool
+from services.common.admission_types import SHADOW_TENANT, Pool
 from services.common.metrics import Metrics
 from services.worker import attempt_records
 from services.worker.attempt_records import AttemptRecorder
@@ -58,6 +58,18 @@ def test_delivered_is_what_was_acknowledged_and_computed_is_what_was_made() -> N
     assert event.billed.completion_token_count == 9
     assert event.attempt == 2
     assert event.times.end_time.seconds == int(WALL + 9)
+
+
+def test_a_mirrored_request_of_a_lost_gateway_bills_nothing() -> None:
+    stream = stream_of("r1")
+    stream.facts.entry.tenant = SHADOW_TENANT
+    produce(stream, 0, 10, at=WALL + 1)
+    stream.ack([4])
+
+    event = gateway_lost_terminal(stream, worker_instance="worker-1", now_wall=WALL + 9).event
+
+    assert event.billed == common_pb2.TokenUsage()
+    assert event.delivered.completion_token_count == 4
 
 
 def test_a_request_that_never_started_costs_and_computes_nothing() -> None:
