@@ -31,6 +31,7 @@ from services.gateway.metering import ClientLabels, length_class
 from services.gateway.request_metrics import RequestMeter, label_of
 from services.gateway.requests import RequestCore, RequestLimits
 from services.gateway.reservations import first_lease, has_budget, refused, reservation
+from services.gateway.targets import LatencyTargets
 from services.gateway.tasks import Tasks
 
 RETRY_AFTER_S = 1.0
@@ -47,6 +48,7 @@ class AdmissionSettings:
     gateway_instance: str
     cache_secret: bytes
     caps: PoolCaps
+    targets: LatencyTargets
 
 
 class Workers(Protocol):
@@ -156,7 +158,7 @@ class AdmissionGenerator:
             resumes=request.resume_policy != common_pb2.RESUME_POLICY_FAIL,
             budget_tokens=first_lease(entry) if has_budget(key) else None,
         )
-        meter = RequestMeter(self._metrics, _labels(entry, self._metrics), received_at)
+        meter = RequestMeter(self._metrics, _labels(entry, self._metrics), received_at, self._settings.targets)
         return LiveRequest(facts, RequestCore(limits, now=received_at), self._table, meter)
 
     async def _admit(self, live: LiveRequest) -> None:

@@ -152,7 +152,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
     tls = load_tls(config.tls_dir)
     redis = connect(config.redis_url, tls)
     store = AdmissionStore(redis)
-    caps = PoolCaps(requests=config.queue_max_requests, predicted_wait_ms=config.queue_max_wait_ms)
+    caps = PoolCaps(requests=config.queue.max_requests, predicted_wait_ms=config.queue.max_wait_ms)
     table = LiveTable(clock)
     dial = dialler(tls, WORKER)
     pool = WorkerPool(instance, table, clock, dial)
@@ -179,7 +179,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
         publisher=publisher,
         effects=effects,
         bus=CancelBus(redis, instance, clock),
-        admission=AdmissionSettings(instance, secret, caps),
+        admission=AdmissionSettings(instance, secret, caps, config.latency_targets),
     )
 
 

@@ -26,7 +26,7 @@ from services.common.streams import StreamEntry, UsageStream
 from services.common.telemetry import context_from, tracer
 from services.usage.attempts import WorkerRows, insert_worker_rows, parse_report
 from services.usage.events import LedgerEntry, PoisonEvent, parse_event, request_id_of
-from services.usage.ledger import DeadLetter, insert_dead_letters, insert_entries
+from services.usage.ledger import CONFLICT, DeadLetter, conflicting, insert_dead_letters, insert_entries
 from services.usage.store import Store
 
 GROUP = "ledger"
@@ -51,6 +51,8 @@ class _Batch:
     # What outboxes may forget once the batch is durable, by stream.
     request_ids: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     worker_rows: list[WorkerRows] = dataclasses.field(default_factory=list)
+    # Where each of `entries` came from: stream and entry id.
+    places: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
 class Consumer:
@@ -189,10 +191,23 @@ def _parse(found: Sequence[StreamEntry]) -> _Batch:
             request_id = request_id_of(raw) if REPORT not in entry.fields else None
         else:
             batch.entries.append(parsed)
+            batch.places.append((entry.stream, entry.entry_id))
             request_id = parsed.request_id
         if request_id is not None:
             batch.request_ids.setdefault(entry.stream, []).append(request_id)
     return batch
+
+
+def _conflicts(connection: sa.Connection, batch: _Batch, fresh: Sequence[LedgerEntry]) -> list[DeadLetter]:
+    if len(fresh) == len(batch.entries):
+        return []
+    new = set(map(id, fresh))
+    doubles = {id(entry) for entry in conflicting(connection, [e for e in batch.entries if id(e) not in new])}
+    return [
+        DeadLetter(*place, CONFLICT, entry.raw)
+        for place, entry in zip(batch.places, batch.entries, strict=True)
+        if id(entry) in doubles
+    ]
 
 
 def _body(entry: StreamEntry) -> bytes:
@@ -203,6 +218,6 @@ def _insert(connection: sa.Connection, batch: _Batch, now: datetime) -> list[Led
     fresh = insert_entries(connection, batch.entries, now)
     insert_worker_rows(connection, batch.worker_rows, now)
     crash_point("usage.after_insert")
-    insert_dead_letters(connection, batch.letters, now)
+    insert_dead_letters(connection, batch.letters + _conflicts(connection, batch, fresh), now)
     crash_point("usage.before_commit")
     return fresh

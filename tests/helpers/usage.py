@@ -153,3 +153,14 @@ async def know_pools(client: aioredis.Redis, *pools: Pool) -> None:
     for number, pool in enumerate(pools):
         record = WorkerRecord(f"worker-{number}", "127.0.0.1:1", "echo", "1", pool, "AGGREGATED")
         await AdmissionStore(client).register_worker(record)
+
+
+def report_of(*parts: usage_event_pb2.AttemptEvent | usage_event_pb2.WorkerTime) -> usage_event_pb2.WorkerReport:
+    """One report of all of them."""
+    report = usage_event_pb2.WorkerReport()
+    for part in parts:
+        if isinstance(part, usage_event_pb2.AttemptEvent):
+            report.attempts.append(part)
+        else:
+            report.times.append(part)
+    return report

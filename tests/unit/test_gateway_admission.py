@@ -35,6 +35,7 @@ from services.gateway.live_requests import LiveTable
 from services.gateway.outbox import Outbox
 from services.gateway.publisher import UsagePublisher
 from services.gateway.store_effects import StoreEffects
+from services.gateway.targets import LatencyTargets
 from services.gateway.worker_pool import WorkerPool
 
 KEY = KeyRecord("key-1", "acme", "web", (), 2.0, QuotaLimits())
@@ -126,7 +127,7 @@ class Rig:
             self.table,
             self.others,
             self.others,
-            AdmissionSettings("gateway-1", b"platform secret", PoolCaps()),
+            AdmissionSettings("gateway-1", b"platform secret", PoolCaps(), LatencyTargets()),
             self.metrics,
             gate=lambda: self.closed,
         )
