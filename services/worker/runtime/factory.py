@@ -60,7 +60,8 @@ class RunnerOptions:
 
     `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "float32" is exact; "int8"
     keeps four- and eight-bit weights as stored, rounds activations to eight bits and needs the compiled kernels;
-    "auto" is int8 for a quantised model where the kernels run, else float32. `threads` None takes what the process
+    "auto" is int8 for a quantised model where the kernels run, else float32. `kv_cache_dtype` "auto" is float16
+    beside int8, else float32. `threads` None takes what the process
     may use.
     `kernel_cache_dir` None keeps compiled kernels under the user's cache folder; without `compiled_kernels` torch
     computes everything.
@@ -125,7 +126,7 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
     checkpoint = _load(options.model)
     tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
     forward, chooser, dtype = _forward(options, checkpoint, tensors)
-    kv_dtype = KV_DTYPES[_kv_dtype(options)]
+    kv_dtype = KV_DTYPES[_kv_dtype(options, dtype)]
     draft = None if options.draft is None else _draft(options, options.draft, checkpoint, tensors)
     draft_weights, draft_kv = (draft.weight_bytes, draft.kv_bytes) if draft is not None else (0, 0)
     budget = plan_memory(
@@ -242,7 +243,7 @@ def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple
         return None, "they are switched off"
     if not config.is_plain:
         return None, f"they do not know the blocks of the family {config.family}"
-    reason = unsupported(config, options.block_size, KV_DTYPES[_kv_dtype(options)])
+    reason = unsupported(config, options.block_size, KV_DTYPES[_kv_dtype(options, options.dtype)])
     if reason is not None:
         return None, reason
     cache_dir = options.kernel_cache_dir or Path.home() / ".cache" / "millrace" / "kernels"
@@ -252,8 +253,10 @@ def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple
         return None, str(error)
 
 
-def _kv_dtype(options: RunnerOptions) -> str:
-    return "float32" if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+def _kv_dtype(options: RunnerOptions, dtype: str) -> str:
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    return "float16" if dtype == "int8" else "float32"
 
 
 def _runner(
