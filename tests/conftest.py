@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import redis.asyncio as aioredis
@@ -10,6 +12,10 @@ import redis.asyncio as aioredis
 from services.common.redis_client import connect
 from tests.helpers import containers
 from tests.helpers.redis import RedisProcess
+
+# Read by triton when a kernel's module is loaded: without a device its kernels run in the interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_report_header() -> str:

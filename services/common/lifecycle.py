@@ -14,8 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import uvloop
-
 from services.common.config import ConfigError
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -42,8 +40,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         await main(stop)
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(supervised())
+        asyncio.run(supervised())
     except (ConfigError, StartupError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -14,7 +14,6 @@ from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
-from services.common.route_watch import RouteWatch
 from services.gateway.live_requests import LiveRequest, LiveTable
 from services.gateway.model_directory import WorkerDirectory
 from services.gateway.tasks import Tasks
@@ -40,7 +39,6 @@ class Watchdogs:
         table: LiveTable,
         pool: WorkerPool,
         directory: WorkerDirectory,
-        routes: RouteWatch,
         *,
         gateway_instance: str,
     ) -> None:
@@ -48,7 +46,6 @@ class Watchdogs:
         self._table = table
         self._pool = pool
         self._directory = directory
-        self._routes = routes
         self._instance = gateway_instance
         self._address = ""
         self._clock: Clock = table.clock
@@ -79,9 +76,7 @@ class Watchdogs:
         self._reached_at = self._clock.monotonic()
 
     async def read_registry(self) -> None:
-        """Learn which workers and routes there are; the last known ones stay while Redis is away."""
-        # Routes first: no worker is known, so nothing is admitted, before they were read once.
-        await self._routes.refresh()
+        """Learn which workers there are; the last known ones stay while Redis is away."""
         records = await self._store.list_workers()
         self._reached_at = self._clock.monotonic()
         self._pool.update(records)

@@ -1,4 +1,4 @@
-"""Writes down how each attempt went: spans worker.prefill and worker.decode, their histograms, and what it took.
+"""Writes down how each attempt went: spans worker.prefill and worker.decode, and their histograms.
 
 Spans are made when the attempt ends, from the marks of its stream, so a running request holds none. No content.
 """
@@ -11,7 +11,6 @@ from opentelemetry.trace import SpanKind
 from services.common.metrics import Metrics
 from services.common.telemetry import context_from, tracer
 from services.worker.streams import RequestStream
-from services.worker.usage_reports import AttemptLog
 
 _CLASSES = {common_pb2.PRIORITY_CLASS_INTERACTIVE: "interactive", common_pb2.PRIORITY_CLASS_BATCH: "batch"}
 _LENGTHS = {
@@ -22,11 +21,10 @@ _LENGTHS = {
 
 
 class AttemptRecorder:
-    """Called once for each attempt that ended; `log` hears of every attempt and of every engine report."""
+    """Called once for each attempt that ended."""
 
-    def __init__(self, metrics: Metrics, log: AttemptLog) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self.log = log
 
     def record(self, stream: RequestStream) -> None:
         """Spans and histograms of one ended attempt; an attempt that never started leaves none."""

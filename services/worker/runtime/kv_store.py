@@ -19,12 +19,21 @@ class KVStore:
     """`data` is (blocks, layers, 2, kv_heads, head_dim * block_size)."""
 
     def __init__(
-        self, *, num_blocks: int, layers: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+        self,
+        *,
+        num_blocks: int,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
+        """Memory of the host, unless `device` is another."""
         self.block_size = block_size
         self.head_dim = head_dim
         # Zeroed pages come from the system untouched: memory is used as blocks are written.
-        self.data = torch.zeros((num_blocks, layers, 2, kv_heads, head_dim * block_size), dtype=dtype)
+        self.data = torch.zeros((num_blocks, layers, 2, kv_heads, head_dim * block_size), dtype=dtype, device=device)
 
     @property
     def num_blocks(self) -> int:
@@ -56,14 +65,14 @@ class KVStore:
 
     def export_block(self, block: int) -> bytes:
         """The block's bytes, for a tier or a peer with the same layout."""
-        return self.data[block].contiguous().view(torch.uint8).numpy().tobytes()
+        return self.data[block].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
     def import_block(self, block: int, payload: bytes) -> None:
         """Overwrite a block; raises ValueError unless `payload` is exactly one block."""
         if len(payload) != self.block_bytes:
             raise ValueError(f"a block is {self.block_bytes} bytes, got {len(payload)}")
-        block_bytes = self.data[block].view(-1).view(torch.uint8).numpy()
-        block_bytes[:] = np.frombuffer(payload, dtype=np.uint8)
+        received = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy())
+        self.data[block].view(-1).view(torch.uint8).copy_(received)
 
     def _part(self, layer: int, part: int, rows: int, columns: int) -> torch.Tensor:
         return self.data[:, layer, part].view(self.num_blocks, -1, rows, columns)
