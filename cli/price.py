@@ -31,6 +31,7 @@ def set_price(
     cached: Annotated[str | None, typer.Option(help="Prompt tokens from the cache; as --prompt unless set.")] = None,
     completion: Annotated[str | None, typer.Option(help=PER_MILLION)] = None,
     reasoning: Annotated[str | None, typer.Option(help="Reasoning tokens; as --completion unless set.")] = None,
+    accelerator_hour: Annotated[str | None, typer.Option(help="What an hour of one of its workers costs us.")] = None,
     priority_class: Annotated[str, typer.Option("--class", help="interactive or batch; both unless given.")] = "",
     plan: Annotated[str, typer.Option(help="Only tenants of this plan; every tenant unless given.")] = "",
     currency: Annotated[str, typer.Option(help="ISO 4217 code.")] = "USD",
@@ -43,6 +44,7 @@ def set_price(
     """Set prices of a model from a moment on. Nothing is edited: a later price takes the place of an earlier one."""
     name, _, version = model.partition("@")
     given = {"prompt": prompt, "cached": cached, "completion": completion, "reasoning": reasoning}
+    given["accelerator_hour"] = accelerator_hour
     prices = [
         pb.Price(
             plan=plan,
@@ -59,14 +61,15 @@ def set_price(
         if text is not None
     ]
     if not prices:
-        raise fail("Name at least one price: --prompt, --cached, --completion or --reasoning.")
+        raise fail("Name at least one price: --prompt, --cached, --completion, --reasoning or --accelerator-hour.")
 
     async def work(channel: grpc.aio.Channel, metadata: Metadata) -> pb.SetPricesResponse:
         stub = pb_grpc.PriceServiceStub(channel)
         return await stub.SetPrices(pb.SetPricesRequest(prices=prices), metadata=metadata, timeout=15)
 
     for price in call_usage(usage_address, work).prices:
-        print(f"Set {price.token_kind} of {model} to {amount(price.micros_per_million)} {price.currency} a million.")
+        unit = "an hour" if price.token_kind.endswith("_hour") else "a million"
+        print(f"Set {price.token_kind} of {model} to {amount(price.micros_per_million)} {price.currency} {unit}.")
 
 
 @app.command("list")
@@ -77,7 +80,7 @@ def list_prices(usage_address: Address = None) -> None:
         stub = pb_grpc.PriceServiceStub(channel)
         return await stub.ListPrices(pb.ListPricesRequest(), metadata=metadata, timeout=15)
 
-    table = Table("model", "version", "class", "plan", "kind", "a million", "from", "until")
+    table = Table("model", "version", "class", "plan", "kind", "a million (or an hour)", "from", "until")
     for price in call_usage(usage_address, work).prices:
         until = price.end_time.ToJsonString() if price.HasField("end_time") else "–"
         cost = f"{amount(price.micros_per_million)} {price.currency}"

@@ -14,17 +14,19 @@ _POOL = "~mr:{*/*/*}:*"
 _REGISTRY = "~mr:{registry}:*"
 _TENANTS = " ".join(f"~mr:{{*}}:{name}" for name in _TENANT)
 _KEYS = "~mr:{keys}:*"
+# Redis 6.2 cannot give a key for reading only: all but usage just read it.
+_ROUTES = "~mr:{routes}:*"
 _STREAMS = "~mr:{*}:stream:* ~mr:{*}:idem:* ~mr:{*}:batch_runner"
 _LEDGER = "~mr:{*/*/*}:usage ~mr:{*/*/*}:committed ~mr:{*}:budget* ~mr:{*}:live"
 RULES = {
     # Admits, reads keys, keeps answers that clients may come back for, leases batches; cancels travel by channel.
-    "gateway": f"{_POOL} {_REGISTRY} {_TENANTS} {_STREAMS} {_KEYS} &*",
+    "gateway": f"{_POOL} {_REGISTRY} {_TENANTS} {_STREAMS} {_KEYS} {_ROUTES} &*",
     # Claims and reaps: settles reservations, never sees a key.
-    "router": f"{_POOL} {_REGISTRY} {_TENANTS} resetchannels",
+    "router": f"{_POOL} {_REGISTRY} {_TENANTS} {_ROUTES} resetchannels",
     # Owns and finishes requests of its pool.
     "worker": f"{_POOL} {_REGISTRY} resetchannels",
-    # Reads usage, says what is committed, writes keys and what budgets have spent.
-    "usage": f"{_LEDGER} {_REGISTRY} {_KEYS} resetchannels",
+    # Reads usage, says what is committed, writes keys, routes and what budgets have spent.
+    "usage": f"{_LEDGER} {_REGISTRY} {_KEYS} {_ROUTES} resetchannels",
 }
 
 

@@ -21,7 +21,7 @@ from services.common.config import PREFIX, SHARED_NAMES, env_name
 from services.gateway.config import GatewayConfig
 from services.router.config import RouterConfig
 from services.usage.config import UsageConfig
-from services.worker.config import WorkerConfig
+from services.worker.config import WorkerConfig, WorkerRole
 
 # Longest path of a unix socket is 107 bytes; names below the folder take up to 24.
 _MAX_SOCKET_DIR = 80
@@ -35,14 +35,14 @@ class StackError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What `millrace up` was asked for."""
+    """What `millrace up` was asked for; `workers` are processes by role."""
 
     home: Path
     host: str
     port: int
     grpc_port: int
     model: str
-    workers: int
+    workers: Mapping[WorkerRole, int]
     log_level: str
     tls: bool = False
 
@@ -125,6 +125,16 @@ def admin_token(home: Path) -> str:
     return _secret(home, "admin_token", "mra_local_")
 
 
+def _engine(role: WorkerRole) -> str:
+    """The engine's knobs as the environment has them, and the role. Raises StackError."""
+    knobs = os.environ.get(env_name("engine"), "")
+    if role is WorkerRole.AGGREGATED:
+        return knobs
+    if "role=" in knobs.replace(" ", ""):
+        raise StackError("MILLRACE_ENGINE names a role, and so do --prefill and --decode: leave it out there.")
+    return f"{knobs},role={role.value}" if knobs else f"role={role.value}"
+
+
 def _redis(home: Path, run: Path, acl: str) -> ChildSpec:
     data = home / "redis"
     data.mkdir(mode=0o700, exist_ok=True)
@@ -170,8 +180,10 @@ def lay_out(options: StackOptions) -> StackLayout:
     quiet = {"metrics_listen": "127.0.0.1:0"}
     accounts = {"database_url": database, "bootstrap_key": key, "admin_token": admin_token(options.home)}
     specs = [_redis(options.home, run, acl_file(passwords) if options.tls else ""), service("usage", quiet | accounts)]
-    for number in range(1, options.workers + 1):
-        specs.append(service("worker", quiet | {"model": options.model}, str(number)))
+    for role, count in options.workers.items():
+        kind = "" if role is WorkerRole.AGGREGATED else f"{role.value}-"
+        settings = quiet | {"model": options.model, "engine": _engine(role)}
+        specs += [service("worker", settings, f"{kind}{number}") for number in range(1, count + 1)]
     specs += [
         service("router", quiet),
         service("gateway", {"http_listen": http, "grpc_listen": grpc, "cache_secret": cache_secret}),

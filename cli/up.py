@@ -20,6 +20,7 @@ from cli.stack import StackError, StackLayout, StackOptions, check_port_free, la
 from cli.stack_state import StackState, clear_state, demo_key, home_dir, read_state, write_state
 from cli.supervisor import ChildFailedError, Supervisor
 from services.common.tls import OPERATOR
+from services.worker.config import WorkerRole
 
 _READY_TIMEOUT_S = 300.0
 # Clients first, so that running streams end while everything behind them still works.
@@ -38,7 +39,16 @@ def up(
     model: Annotated[
         str, typer.Option(help="Name of a packaged model, path of a GGUF file or safetensors folder, or `echo`.")
     ] = "smollm2-135m",
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Number of worker processes.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=64, help="Worker processes that prefill and decode; 1 unless a role is asked for."),
+    ] = None,
+    prefill: Annotated[
+        int, typer.Option(min=0, max=64, help="Worker processes that compute long prompts for those that decode.")
+    ] = 0,
+    decode: Annotated[
+        int, typer.Option(min=0, max=64, help="Worker processes that answer, and have long prompts computed elsewhere.")
+    ] = 0,
     host: Annotated[
         str, typer.Option(help="Address the gateway listens on; loopback unless you say otherwise.")
     ] = "127.0.0.1",
@@ -63,7 +73,7 @@ def up(
         if not Path(model).exists():
             raise fail(f"The model {model} does not exist.")
         model = str(Path(model).absolute())
-    options = StackOptions(home, host, port, grpc_port, model, workers, log_level, tls)
+    options = StackOptions(home, host, port, grpc_port, model, _roles(workers, prefill, decode), log_level, tls)
     if read_state(home) is not None:
         raise fail(f"A stack is already running for {home}; `millrace down` stops it.")
     try:
@@ -73,6 +83,14 @@ def up(
             _foreground(options)
     except (StackError, ChildFailedError) as error:
         raise fail(str(error)) from error
+
+
+def _roles(workers: int | None, prefill: int, decode: int) -> dict[WorkerRole, int]:
+    """Worker processes by role. Raises typer.Exit where none would answer."""
+    aggregated = workers if workers is not None else int(prefill + decode == 0)
+    if aggregated + decode == 0:
+        raise fail("Workers that only prefill answer nobody: add --decode N or --workers N.")
+    return {WorkerRole.AGGREGATED: aggregated, WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
 
 
 def _foreground(options: StackOptions) -> None:

@@ -23,6 +23,7 @@ from cli.price import stamp
 from cli.tenant import Address
 from cli.up import fail
 from cli.usage_client import Metadata, call_usage
+from cli.usage_costs import costs, workers
 from cli.usage_files import (
     PARQUET,
     LineWriter,
@@ -33,6 +34,7 @@ from cli.usage_files import (
     seal_path,
     whole_file,
 )
+from cli.usage_reconcile import reconcile
 from cli.usage_sums import query, report, statement
 from cli.usage_verify import Tampered, verify_file
 from services.usage.records import record_of
@@ -130,6 +132,9 @@ def verify(
 app.command()(query)
 app.command()(statement)
 app.command()(report)
+app.command()(costs)
+app.command()(workers)
+app.command()(reconcile)
 
 
 def _verify_day(day: str, usage_address: str | None) -> None:

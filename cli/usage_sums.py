@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import enum
 import json
 import sys
 from collections.abc import Sequence
@@ -11,10 +10,8 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 from millrace.usage.v1 import usage_service_pb2 as pb
-from millrace.usage.v1 import usage_service_pb2_grpc as pb_grpc
 from rich.console import Console
 from rich.table import Table
 
@@ -22,19 +19,11 @@ from cli.price import amount, stamp
 from cli.svg_chart import Series, bar_chart
 from cli.tenant import Address
 from cli.up import fail
-from cli.usage_client import Metadata, call_usage
+from cli.usage_costs import ask_usage, cost_tables
 from cli.usage_files import whole_file
+from cli.usage_shapes import GROUPS, Shape
 
-GROUPS = "tenant, project, key, model, version, day, hour or metadata.<tag>; repeat for more."
 NUMBERS = ("requests", "prompt", "cached", "completion", "reasoning")
-
-
-class Shape(enum.Enum):
-    """How sums are written."""
-
-    TABLE = "table"
-    CSV = "csv"
-    JSONL = "jsonl"
 
 
 def query(
@@ -65,7 +54,7 @@ def query(
         end_time=None if until is None else stamp(until),
         group_by=group_by or (),
     )
-    _write(group_by or [], _ask(request, usage_address), format)
+    _write(group_by or [], ask_usage(request, usage_address), format)
 
 
 def statement(
@@ -85,7 +74,7 @@ def report(
     chart: Annotated[Path | None, typer.Option(help="SVG file for a chart of tokens by day.")] = None,
     usage_address: Address = None,
 ) -> None:
-    """Statements of some tenants by day as a table, and as a chart."""
+    """Statements of some tenants by day as a table, and as a chart; what their answers cost us, and idle time."""
     days = _days(since.date(), until.date())
     series = []
     for tenant in tenants:
@@ -95,9 +84,11 @@ def report(
             end_time=stamp(until + timedelta(days=1)),
             group_by=["day", "model"],
         )
-        groups = _ask(request, usage_address)
+        groups = ask_usage(request, usage_address)
         Console(highlight=False).print(_table(["day", "model"], groups, title=tenant))
         series.append(Series(tenant, _tokens_by_day(groups, days)))
+    for table in cost_tables(tenants, stamp(since), stamp(until + timedelta(days=1)), usage_address):
+        Console(highlight=False).print(table)
     if chart is not None:
         labels = [day.isoformat() for day in days]
         with whole_file(chart) as out:
@@ -112,14 +103,7 @@ def _day(tenant: str, day: datetime, usage_address: str | None) -> Sequence[pb.U
         end_time=stamp(day.replace(tzinfo=UTC) + timedelta(days=1)),
         group_by=["project", "model", "version"],
     )
-    return _ask(request, usage_address)
-
-
-def _ask(request: pb.QueryUsageRequest, usage_address: str | None) -> Sequence[pb.UsageGroup]:
-    async def work(channel: grpc.aio.Channel, metadata: Metadata) -> pb.QueryUsageResponse:
-        return await pb_grpc.UsageServiceStub(channel).QueryUsage(request, metadata=metadata)
-
-    return call_usage(usage_address, work).groups
+    return ask_usage(request, usage_address)
 
 
 def _days(first: date, last: date) -> list[date]:

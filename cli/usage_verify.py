@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from cli.up import fail
 from cli.usage_files import FORMAT_NAMES, PARQUET, file_digest, from_parquet, seal_from, seal_path
-from services.usage.records import COLUMNS, FORMATS, Record, digest_of_record
+from services.usage.records import FORMATS, KNOWN_COLUMNS, Record, digest_of_record
 from services.usage.seals import RowDigests, Seal
 
 READ_ROWS = 5_000
@@ -102,7 +102,7 @@ def _read_rows(path: Path, format: str) -> Iterator[Record | None]:
         return
     kind = FORMATS[format]
     with path.open(encoding="utf-8", errors="surrogateescape", newline="") as opened:
-        if kind.head and opened.readline() != kind.head:
+        if kind.head and opened.readline() not in (kind.head, *kind.earlier_heads):
             raise Tampered("The header line is altered.")
         for text in _csv_rows(opened) if format == "csv" else opened:
             try:
@@ -137,7 +137,7 @@ def _read_parquet(path: Path) -> Iterator[Record | None]:
         raise fail("Parquet needs pyarrow: pip install 'millrace[parquet]'.") from None
     try:
         opened = parquet.ParquetFile(path)
-        if tuple(opened.schema_arrow.names) != COLUMNS:
+        if tuple(opened.schema_arrow.names) not in KNOWN_COLUMNS:
             raise Tampered("The columns are altered.")
         for batch in opened.iter_batches(READ_ROWS):
             yield from _parquet_records(batch)
@@ -154,7 +154,7 @@ def _parquet_records(batch: Any) -> Iterator[Record | None]:
     ]
     for values in zip(*columns, strict=True):
         try:
-            yield {name: from_parquet(name, value) for name, value in zip(COLUMNS, values, strict=True)}
+            yield {name: from_parquet(name, value) for name, value in zip(batch.schema.names, values, strict=True)}
         except (ValueError, TypeError, OverflowError):
             yield None
 

@@ -6,6 +6,7 @@ Maps the failures of Redis to StoreUnavailable. Knows no meaning of a key. Used 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,16 +16,17 @@ from redis import exceptions
 
 from services.common.admission_types import Pool
 from services.common.errors import InvalidRequest, StoreUnavailable
+from services.common.redis_pipeline import Arg, RedisPipeline
 
 PRELUDES: Final = {
     **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish"), ("common", "queue")),
     **dict.fromkeys(("reserve", "renew", "renew_budget", "settle", "spent"), ("common", "quota")),
     "members": ("common",),
+    "routes": ("common",),
     "idempotency": (),
 }
 _AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ReadOnlyError, exceptions.OutOfMemoryError)
 _AWAY_PREFIXES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "CLUSTERDOWN", "UNKILLABLE", "BUSY")
-Arg = str | bytes | int | float
 
 
 def slot_key(tag: str, name: str) -> str:
@@ -53,18 +55,29 @@ def store_errors() -> Iterator[None]:
 
 
 class ScriptRunner:
-    """Holds the scripts' texts; `now_ms` replaces Redis TIME in tests."""
+    """Holds the scripts' texts and sends them over one connection; `now_ms` replaces Redis TIME in tests."""
 
     def __init__(self, redis: aioredis.Redis, now_ms: Callable[[], int] | None = None) -> None:
         folder = Path(__file__).parent / "scripts"
         self._now_ms = now_ms
-        self._scripts = {
-            name: redis.register_script("\n".join((folder / f"{part}.lua").read_text() for part in (*preludes, name)))
-            for name, preludes in PRELUDES.items()
-        }
+        self._execute = RedisPipeline(redis).execute
+        self._scripts: dict[str, tuple[str, str]] = {}
+        for name, preludes in PRELUDES.items():
+            text = "\n".join((folder / f"{part}.lua").read_text() for part in (*preludes, name))
+            self._scripts[name] = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), text
 
     async def run(self, name: str, keys: Sequence[str], *args: Arg | None) -> Any:
         """Run one script; None is passed as an empty argument. Raises StoreUnavailable."""
         now: Arg = self._now_ms() if self._now_ms is not None else ""
+        digest, text = self._scripts[name]
+        rest = (len(keys), *keys, now, *["" if arg is None else arg for arg in args])
         with store_errors():
-            return await self._scripts[name](keys=keys, args=[now, *("" if arg is None else arg for arg in args)])
+            try:
+                return await self._execute(("EVALSHA", digest, *rest))
+            except exceptions.NoScriptError:
+                return await self._execute(("EVAL", text, *rest))
+
+    async def command(self, *command: Arg) -> Any:
+        """Run one plain command that may be sent twice. Raises StoreUnavailable."""
+        with store_errors():
+            return await self._execute(command)

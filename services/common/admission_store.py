@@ -50,7 +50,6 @@ GATEWAY_LEASE_MS = 10_000
 AGING_MS = 30_000
 # Output expected at admission, per choice; `finish` trues up.
 EXPECTED_OUTPUT_TOKENS = 256
-WHERE_TTL_S = 86_400
 _RECORD = ("state", "epoch", "owner", "gw", "attempt", "terminal", "reason", "tenant", "claim", "event")
 _WORKERS = [slot_key("registry", name) for name in ("workers", "worker_info", "pools")]
 _GATEWAYS = [slot_key("registry", name) for name in ("gateways", "gateway_info", "pools")]
@@ -82,16 +81,21 @@ class AdmissionStore:
         self, redis: aioredis.Redis, *, now_ms: Callable[[], int] | None = None, clock: Clock | None = None
     ) -> None:
         self._redis: Any = redis
-        self._run = ScriptRunner(redis, now_ms).run
+        scripts = ScriptRunner(redis, now_ms)
+        self._run, self._command = scripts.run, scripts.command
         self._now_ms = now_ms
         self._clock = clock if clock is not None else SystemClock()
 
     # --- tenant slot -------------------------------------------------------------------------------------------
     async def reserve(self, ask: Reserve) -> Refusal | None:
-        """Reserve requests, tokens, concurrency and budget, all or nothing; None when granted. Idempotent by id."""
+        """Reserve requests, tokens, concurrency and budget, all or nothing; None when granted. Idempotent by id.
+
+        `ask.where` is remembered for cancel by id; settle and release forget it.
+        """
         tokens = (ask.prompt_tokens, ask.output_tokens, ask.lease_tokens)
-        keys = [slot_key(ask.tenant, "live")]
-        reply = await self._run("reserve", keys, ask.request_id, ask.key_id, *tokens, *ask.prices, *_limit_args(ask))
+        where = "" if ask.where is None else f"{ask.where[1]}|{ask.where[0].tag}"
+        args = (ask.request_id, ask.key_id, *tokens, *ask.prices, where, *_limit_args(ask))
+        reply = await self._run("reserve", [slot_key(ask.tenant, "live")], *args)
         if not reply:
             return None
         return Refusal(reply[0].decode(), int(reply[1]), reply[3].decode(), of_key=reply[2] != b"")
@@ -122,12 +126,6 @@ class AdmissionStore:
         """Turn a reservation into spending; a no-op when it is gone."""
         await self._run("settle", [slot_key(tenant, "live")], request_id, computed_tokens, billed_tokens)
 
-    async def set_where(self, tenant: str, request_id: str, pool: Pool, gateway_instance: str) -> None:
-        """Remember where a request runs, for cancel by id; settle and release forget it."""
-        with store_errors():
-            key = slot_key(tenant, f"where:{request_id}")
-            await self._redis.set(key, f"{gateway_instance}|{pool.tag}", ex=WHERE_TTL_S)
-
     async def get_where(self, tenant: str, request_id: str) -> tuple[Pool, str] | None:
         """Pool and gateway instance of a request of this tenant, or None."""
         with store_errors():
@@ -150,18 +148,20 @@ class AdmissionStore:
         """Admit one request. Idempotent by id and attempt: the same again answers as the first time did.
 
         `readmit` (loss of a worker) skips the caps and goes first in line; `entry.attempt` must be above the last one,
-        and epochs of earlier attempts are fenced from here on. Refusal SUPERSEDED: the request has ended.
+        and epochs of earlier attempts are fenced from here on. Refusal SUPERSEDED: the request has ended; POISONED: it
+        is what `entry.lost_workers` died of.
         `remaining_ms` sets the deadline from Redis' own time; without it `entry.deadline_ms` counts (0 = one hour).
         """
         head = (entry.request_id, priority_name(entry.priority_class), entry.tenant, queued_cost(entry))
         weight = entry.weight if entry.weight > 0 else 1.0
         owner = (entry.gateway_instance, max(1, entry.attempt), int(readmit))
+        lost = " ".join(entry.lost_workers)
         event = self._prebuilt_event(pool, entry, remaining_ms).SerializeToString()
         reply = await self._run(
             "enqueue",
             [pool_key(pool, "q"), slot_key(pool.tag, f"req:{entry.request_id}")],
             *(*head, weight, entry.deadline_ms, remaining_ms, *owner, event, entry.SerializeToString()),
-            *_CAPS(caps),
+            *(*_CAPS(caps), lost),
         )
         if reply[0] == b"":
             return Refusal(reply[1].decode(), int(reply[2]))
@@ -216,8 +216,7 @@ class AdmissionStore:
     async def clear_unsettled(self, pool: Pool, request_ids: Sequence[str]) -> None:
         """Forget terminals whose reservation has been settled."""
         if request_ids:
-            with store_errors():
-                await self._redis.zrem(pool_key(pool, "unsettled"), *request_ids)
+            await self._command("ZREM", pool_key(pool, "unsettled"), *request_ids)
 
     async def list_unsettled(self, pool: Pool, min_age_ms: int, count: int = 256) -> list[Unsettled]:
         """Terminals of at least this age whose reservation nobody settled yet (the reaper does)."""

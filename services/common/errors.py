@@ -2,7 +2,7 @@
 
     MillraceError
     ├── the client's fault        InvalidRequest, ContextLengthExceeded, Unauthenticated, PermissionDenied,
-    │                             ModelNotFound, NotFound, PayloadTooLarge, IdempotencyConflict, Unsupported
+    │                             ModelNotFound, NotFound, PayloadTooLarge, IdempotencyConflict, Unsupported, Poisoned
     ├── the tenant's limit        RateLimited, TokenRateLimited, ConcurrencyLimited, QueueShareExceeded, BudgetExhausted
     ├── the platform's state      QueueFull, NoWorker, StoreUnavailable, NotReady, Draining, Superseded, WorkerLost,
     │                             GatewayLost, PoolClosed, SlowReader
@@ -101,6 +101,10 @@ class IdempotencyConflict(MillraceError):
     row = _row("IDEMPOTENCY_CONFLICT", _Code.ALREADY_EXISTS, 422, "invalid_request_error")
 
 
+class RevisionConflict(MillraceError):
+    row = _row("REVISION_CONFLICT", _Code.ABORTED, 409, "invalid_request_error", Retry.ONE_UP)
+
+
 class RateLimited(MillraceError):
     row = _row("REQUESTS_PER_MINUTE", _Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", Retry.AFTER_DELAY)
 
@@ -167,6 +171,11 @@ class DeadlineExceeded(MillraceError):
 
 class Cancelled(MillraceError):
     row = _row("CANCELLED", _Code.CANCELLED, 499, "invalid_request_error")
+
+
+class Poisoned(MillraceError):
+    # A 4xx: clients repeat what fails with a 5xx by themselves.
+    row = _row("POISONED", _Code.FAILED_PRECONDITION, 422, "invalid_request_error")
 
 
 class EngineError(MillraceError):

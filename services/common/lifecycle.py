@@ -14,6 +14,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import uvloop
+
 from services.common.config import ConfigError
 
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -40,7 +42,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         await main(stop)
 
     try:
-        asyncio.run(supervised())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(supervised())
     except (ConfigError, StartupError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -67,6 +67,9 @@ class Metrics:
         )
         self.kv_orphans_total = counter("kv_orphans", "Reports of KV blocks that no request waited for.", _MODEL)
         self.disk_tier_on = gauge("disk_tier_on", "1 while the disk tier works, else 0.")
+        self.prefill_placings_total = counter(
+            "prefill_placings", "Prompts submitted, by why a PREFILL worker computes them or not.", (*_MODEL, "reason")
+        )
         self.prompt_tokens_total = counter("prompt_tokens", "Prompt tokens computed.", _MODEL)
         self.completion_tokens_total = counter("completion_tokens", "Tokens decoded.", _MODEL)
         self.draft_tokens_total = counter("draft_tokens", "Tokens guessed ahead and verified.", _MODEL)

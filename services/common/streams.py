@@ -91,6 +91,13 @@ class UsageStream:
                 limit = f"{time_ms}-{int(number) + 1}"
             return int(await self._redis.xtrim(stream, minid=limit, approximate=False))
 
+    async def after(self, places: Mapping[str, str], count: int) -> list[StreamEntry]:
+        """Up to `count` entries a stream after the ids in `places`, of no group: nobody else's reading is touched."""
+        if not places:
+            return []
+        with store_errors():
+            return _entries(await self._redis.xread(dict(places), count=count))
+
     async def _read(
         self, ids: dict[str, str], group: str, consumer: str, count: int, block_ms: int | None
     ) -> list[StreamEntry]:
@@ -105,11 +112,15 @@ class UsageStream:
                 for stream in ids:
                     await self.ensure_group(stream, group)
                 return []
-        return [
-            StreamEntry(stream.decode(), entry_id.decode(), {k.decode(): v for k, v in (fields or {}).items()})
-            for stream, entries in pairs(reply)
-            for entry_id, fields in entries
-        ]
+        return _entries(reply)
+
+
+def _entries(reply: Any) -> list[StreamEntry]:
+    return [
+        StreamEntry(stream.decode(), entry_id.decode(), {k.decode(): v for k, v in (fields or {}).items()})
+        for stream, entries in pairs(reply)
+        for entry_id, fields in entries
+    ]
 
 
 def pairs(reply: Any) -> list[tuple[bytes, Any]]:

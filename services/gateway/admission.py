@@ -25,12 +25,13 @@ from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker,
 from services.common.lifecycle import new_ulid
 from services.common.metrics import Metrics
 from services.common.telemetry import traceparent_of, tracer
-from services.gateway.generation import Generation, ValidRequest
+from services.gateway.generation import ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels, length_class
 from services.gateway.request_metrics import RequestMeter, label_of
 from services.gateway.requests import RequestCore, RequestLimits
 from services.gateway.reservations import first_lease, has_budget, refused, reservation
+from services.gateway.targets import LatencyTargets
 from services.gateway.tasks import Tasks
 
 RETRY_AFTER_S = 1.0
@@ -47,6 +48,7 @@ class AdmissionSettings:
     gateway_instance: str
     cache_secret: bytes
     caps: PoolCaps
+    targets: LatencyTargets
 
 
 class Workers(Protocol):
@@ -87,7 +89,7 @@ class AdmissionGenerator:
         self._clock: Clock = table.clock
         self._tasks = Tasks()
 
-    async def start(self, key: KeyRecord, request: ValidRequest) -> Generation:
+    async def start(self, key: KeyRecord, request: ValidRequest) -> LiveRequest:
         """Reserve and enqueue. Raises a MillraceError of limits, queue or store; nothing is then left behind."""
         received_at = self._clock.monotonic()
         model = request.model.card.model
@@ -146,7 +148,7 @@ class AdmissionGenerator:
         entry.traceparent = traceparent_of(span)
         span.set_attribute("millrace.request_id", entry.request_id)
         facts = RequestFacts(
-            key, request.model.pool, entry, ClientLabels(request.user, request.metadata), span, received_at
+            key, request.model.pool, entry, request, ClientLabels(request.user, request.metadata), span, received_at
         )
         sampling = request.sampling
         limits = RequestLimits(
@@ -156,7 +158,7 @@ class AdmissionGenerator:
             resumes=request.resume_policy != common_pb2.RESUME_POLICY_FAIL,
             budget_tokens=first_lease(entry) if has_budget(key) else None,
         )
-        meter = RequestMeter(self._metrics, _labels(entry, self._metrics), received_at)
+        meter = RequestMeter(self._metrics, _labels(entry, self._metrics), received_at, self._settings.targets)
         return LiveRequest(facts, RequestCore(limits, now=received_at), self._table, meter)
 
     async def _admit(self, live: LiveRequest) -> None:
@@ -189,7 +191,6 @@ class AdmissionGenerator:
         live.position = answer.position
         live.admitted = True
         live.watch_deadline()
-        self._tasks.spawn(self._set_where(live), name="set-where")
 
     async def _undo(self, live: LiveRequest, error: BaseException) -> None:
         if isinstance(error, MillraceError):
@@ -205,13 +206,6 @@ class AdmissionGenerator:
         except StoreUnavailable:
             return
 
-    async def _set_where(self, live: LiveRequest) -> None:
-        try:
-            facts = live.facts
-            await self._store.set_where(facts.key.tenant, facts.request_id, facts.pool, self._settings.gateway_instance)
-        except StoreUnavailable:
-            return
-
     def _caps_of(self, key: KeyRecord) -> PoolCaps:
         caps = self._settings.caps
         if key.queued_requests is None:
@@ -222,7 +216,7 @@ class AdmissionGenerator:
         card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
         salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + key.tenant.encode(), hashlib.sha256)
         return admission_pb2.AdmissionEntry(
-            request_id=new_ulid(self._clock.wall()),
+            request_id=request.request_id or new_ulid(self._clock.wall()),
             tenant=key.tenant,
             key_id=key.key_id,
             project=key.project,
@@ -279,6 +273,8 @@ def _attributes(key: KeyRecord, request: ValidRequest) -> dict[str, str | int]:
     return {
         "gen_ai.operation.name": "embeddings" if request.sampling.embed else generation,
         "gen_ai.request.model": request.model.card.model.model,
+        "millrace.model_version": request.model.card.model.version,
+        "millrace.manifest_digest": request.model.card.model.manifest_digest.hex(),
         "gen_ai.request.max_tokens": request.sampling.max_token_count,
         "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
         "millrace.tenant": key.tenant,

@@ -18,7 +18,7 @@ from starlette.types import Receive
 
 from services.common.errors import Cancelled, MillraceError, SlowReader
 from services.gateway.answer_sink import STATUS_HELD_S, Headers, Sink, paced
-from services.gateway.generation import Generation, ValidRequest
+from services.gateway.generation import Generation
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.openai_answer import Json, Shape, Usage
 from services.gateway.text_stream import TextDelta, text_deltas
@@ -55,22 +55,19 @@ class Answering:
     def __init__(
         self,
         generation: Generation,
-        request: ValidRequest,
         shape: Shape,
         sink: Sink,
         *,
         headers: Headers,
     ) -> None:
         self._generation = generation
-        self._request = request
         self._shape = shape
         self._sink = sink
         self._headers = headers
         self._started = False
         self._all_finishes_written = False
         self._reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
-        choices = request.sampling.choice_count
-        self._usage = Usage(len(request.prompt_token_ids), [0] * choices)
+        self._usage = Usage(0, [0] * generation.request.sampling.choice_count)
 
     async def whole(self) -> None:
         """Answer once, when every choice has finished."""
@@ -104,7 +101,7 @@ class Answering:
 
     async def _whole(self) -> None:
         deltas: list[list[TextDelta]] = [[] for _ in self._usage.choices]
-        async with contextlib.aclosing(text_deltas(self._generation, self._request)) as coming:
+        async with contextlib.aclosing(text_deltas(self._generation)) as coming:
             async for delta in coming:
                 self._count(delta)
                 deltas[delta.choice].append(delta)
@@ -121,7 +118,7 @@ class Answering:
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
         opened: set[int] = set()
         blank: Json = {"usage": None} if include_usage else {}
-        async with contextlib.aclosing(paced(text_deltas(self._generation, self._request), STATUS_HELD_S)) as deltas:
+        async with contextlib.aclosing(paced(text_deltas(self._generation), STATUS_HELD_S)) as deltas:
             async for delta in deltas:
                 await self._start(200, _STREAM_HEADERS)
                 if delta is None:
@@ -149,6 +146,7 @@ class Answering:
         return delivered
 
     def _count(self, delta: TextDelta) -> None:
+        self._usage.prompt = len(self._generation.request.prompt_token_ids)
         self._usage.cached = self._generation.cached_token_count
         self._usage.choices[delta.choice] = delta.delivered
         self._usage.reasoning[delta.choice] = delta.reasoning_delivered
@@ -159,7 +157,13 @@ class Answering:
         if not self._started:
             self._started = True
             position = str(self._generation.queue_position).encode()
-            every = [*self._headers, *headers, (b"x-millrace-queue-position", position)]
+            ref = self._generation.request.model.card.model
+            own = [
+                (b"x-millrace-model-version", ref.version.encode()),
+                (b"x-millrace-manifest-digest", ref.manifest_digest.hex().encode()),
+                (b"x-millrace-queue-position", position),
+            ]
+            every = [*self._headers, *headers, *own]
             await self._sink.start(status, every)
 
     async def _send_error(self, error: MillraceError) -> None:

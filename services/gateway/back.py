@@ -25,11 +25,14 @@ from services.common.grpc_client import dialler
 from services.common.lifecycle import StartupError
 from services.common.metrics import Metrics
 from services.common.redis_client import connect
+from services.common.route_store import RouteStore
+from services.common.route_watch import RouteWatch
 from services.common.tls import WORKER, load_tls
 from services.gateway.admission import AdmissionGenerator, AdmissionSettings
 from services.gateway.auth import CachedKeyRing
 from services.gateway.config import GatewayConfig
 from services.gateway.live_requests import LiveTable
+from services.gateway.mirror import MirroringGenerator
 from services.gateway.model_directory import WorkerDirectory
 from services.gateway.outbox import Outbox
 from services.gateway.publisher import UsagePublisher
@@ -55,6 +58,7 @@ class BackParts:
     table: LiveTable
     pool: WorkerPool
     directory: WorkerDirectory
+    routes: RouteWatch
     keyring: CachedKeyRing
     outbox: Outbox
     publisher: UsagePublisher
@@ -72,8 +76,9 @@ class Back:
         self.generator = AdmissionGenerator(
             parts.store, parts.table, parts.pool, parts.bus, parts.admission, parts.metrics, gate=self.closed_because
         )
+        self.mirror = MirroringGenerator(self.generator, parts.directory, lambda: parts.routes.table)
         self.watchdogs = Watchdogs(
-            parts.store, parts.table, parts.pool, parts.directory, gateway_instance=parts.instance
+            parts.store, parts.table, parts.pool, parts.directory, parts.routes, gateway_instance=parts.instance
         )
         self._tasks = Tasks()
         self._served_before = False
@@ -96,11 +101,12 @@ class Back:
         return self._served_before and self.closed_because() is None
 
     async def open(self) -> None:
-        """Open the outbox. Raises StartupError."""
+        """Open the outbox, take the routes of the last run. Raises StartupError."""
         try:
             await asyncio.to_thread(self.parts.outbox.open)
         except OSError as error:
             raise StartupError(f"The usage outbox cannot be opened: {error.strerror or error}.") from error
+        await asyncio.to_thread(self.parts.routes.load)
 
     def start(self, address: str) -> None:
         """Begin to publish, watch and attach; `address` is where other gateways reach this one."""
@@ -125,6 +131,7 @@ class Back:
         self.draining = True
         await self._finish_rest()
         await self._tasks.close()
+        await self.mirror.close()
         await self.generator.close()
         await parts.effects.close()
         await parts.pool.close()
@@ -145,7 +152,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
     tls = load_tls(config.tls_dir)
     redis = connect(config.redis_url, tls)
     store = AdmissionStore(redis)
-    caps = PoolCaps(requests=config.queue_max_requests, predicted_wait_ms=config.queue_max_wait_ms)
+    caps = PoolCaps(requests=config.queue.max_requests, predicted_wait_ms=config.queue.max_wait_ms)
     table = LiveTable(clock)
     dial = dialler(tls, WORKER)
     pool = WorkerPool(instance, table, clock, dial)
@@ -153,6 +160,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
     publisher = UsagePublisher(store, outbox, LedgerCommits(redis), clock)
     effects = StoreEffects(store, table, pool, publisher, caps)
     table.effects = effects
+    routes = RouteWatch(RouteStore(redis), Path(config.data_dir) / "routes.json")
     if not config.cache_secret:
         structlog.get_logger().warning("cache_secret_random", hint="set MILLRACE_CACHE_SECRET on every gateway")
     secret = config.cache_secret.encode() if config.cache_secret else secrets.token_bytes(32)
@@ -164,13 +172,14 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
         store=store,
         table=table,
         pool=pool,
-        directory=WorkerDirectory(dial=dial),
+        directory=WorkerDirectory(dial=dial, routes=lambda: routes.table),
+        routes=routes,
         keyring=CachedKeyRing(store, clock),
         outbox=outbox,
         publisher=publisher,
         effects=effects,
         bus=CancelBus(redis, instance, clock),
-        admission=AdmissionSettings(instance, secret, caps),
+        admission=AdmissionSettings(instance, secret, caps, config.latency_targets),
     )
 
 

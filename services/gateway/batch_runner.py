@@ -6,17 +6,16 @@ One batch of a tenant at a time in a gateway, so that no tenant's queue of batch
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import redis.asyncio as aioredis
 import structlog
-from redis import exceptions
 
-from services.common.admission_scripts import slot_key, store_errors
+from services.common.admission_scripts import slot_key
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
+from services.common.lease import Lease
 from services.common.lifecycle import end_tasks
 from services.gateway.batch_lines import LineDoor
 from services.gateway.batch_run import BatchRun, LineRunner
@@ -29,32 +28,6 @@ KEEP_S = 1.0
 POLL_S = 0.5
 # Lines that run at once in this gateway.
 GATEWAY_LINES = 32
-
-
-class BatchLease:
-    """The right to run one batch; it ends 10 s after it was last kept."""
-
-    def __init__(self, redis: aioredis.Redis, batch_id: str) -> None:
-        name = slot_key(batch_id, "batch_runner")
-        self._lock = redis.lock(name, timeout=LEASE_S, blocking=False, thread_local=False)
-
-    async def take(self) -> bool:
-        """False while another gateway has it. Raises StoreUnavailable."""
-        with store_errors():
-            return bool(await self._lock.acquire())
-
-    async def keep(self) -> bool:
-        """False when it is lost, or may be."""
-        try:
-            with store_errors():
-                return bool(await self._lock.reacquire())
-        except (exceptions.LockError, StoreUnavailable):
-            return False
-
-    async def release(self) -> None:
-        """Let another gateway take it at once."""
-        with contextlib.suppress(exceptions.LockError, StoreUnavailable), store_errors():
-            await self._lock.release()
 
 
 class BatchRunner:
@@ -91,12 +64,12 @@ class BatchRunner:
             await self._lines.clock.sleep(POLL_S)
 
     async def _take(self, owned: OwnedBatch, redis: aioredis.Redis) -> None:
-        lease = BatchLease(redis, owned.batch.id)
+        lease = Lease(redis, slot_key(owned.batch.id, "batch_runner"), LEASE_S)
         if owned.tenant not in self._tenants and await lease.take():
             self._tenants.add(owned.tenant)
             self._tasks.spawn(self._hold(owned, lease), name="batch")
 
-    async def _hold(self, owned: OwnedBatch, lease: BatchLease) -> None:
+    async def _hold(self, owned: OwnedBatch, lease: Lease) -> None:
         """Run one batch as far as the lease and the store allow."""
         run = BatchRun(owned, self._batches, self._files, self._lines)
         try:
@@ -110,7 +83,7 @@ class BatchRunner:
             await asyncio.shield(lease.release())
 
 
-async def _kept(part: Coroutine[Any, Any, None], lease: BatchLease, is_over: Callable[[], Awaitable[bool]]) -> bool:
+async def _kept(part: Coroutine[Any, Any, None], lease: Lease, is_over: Callable[[], Awaitable[bool]]) -> bool:
     """Work until it is done or to be given up; False when the lease is lost. Raises what the work raises."""
     work = asyncio.ensure_future(part)
     try:

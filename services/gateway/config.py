@@ -5,6 +5,29 @@ from __future__ import annotations
 import dataclasses
 
 from services.common.config import parse_address, parse_positive, setting
+from services.gateway.targets import LatencyTargets, parse_targets
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class QueueSettings:
+    """Bounds of a pool's queue."""
+
+    max_requests: int = 4_096
+    max_wait_ms: int = 60_000
+
+    def __repr__(self) -> str:
+        return f"max_requests={self.max_requests},max_wait_ms={self.max_wait_ms}"
+
+
+def parse_queue(text: str) -> QueueSettings:
+    """`max_requests=4096,max_wait_ms=60000`, either or both. Raises ValueError."""
+    values: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, separator, value = part.partition("=")
+        if not separator or name not in ("max_requests", "max_wait_ms") or name in values:
+            raise ValueError(f"{part!r} is not one of max_requests=number and max_wait_ms=number")
+        values[name] = parse_positive(value)
+    return QueueSettings(**values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,8 +49,14 @@ class GatewayConfig:
     cache_secret: str = setting(
         "", help="Platform secret that prefix-cache salts derive from; the same on every gateway", secret=True
     )
-    queue_max_requests: int = setting(4_096, parse=parse_positive, help="Queued requests of a pool")
-    queue_max_wait_ms: int = setting(60_000, parse=parse_positive, help="Predicted wait at which a pool refuses")
+    queue: QueueSettings = setting(  # noqa: RUF009 - a field specifier over a frozen value
+        QueueSettings(), parse=parse_queue, help="Queued requests of a pool, and the predicted wait at which it refuses"
+    )
+    latency_targets: LatencyTargets = setting(  # noqa: RUF009 - a field specifier over a frozen value
+        LatencyTargets(),
+        parse=parse_targets,
+        help="Goodput: class/length=ttft:tpot:e2e in ms, e.g. interactive/short=500:50:10000,batch/*=::600000",
+    )
     tls_dir: str = setting("", help="Folder of ca.crt, tls.crt, tls.key for TLS between services; empty for none")
     drain_grace_s: int = setting(30, parse=parse_positive, help="Seconds running streams have after SIGTERM")
     log_level: str = setting("info", help="debug, info, warning or error")

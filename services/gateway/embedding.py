@@ -92,4 +92,4 @@ class Embedder:
             pass
         if not generation.embedding:
             raise EngineError("The worker ended the request without an embedding.")
-        return Embedded(request, generation.request_id, generation.embedding)
+        return Embedded(generation.request, generation.request_id, generation.embedding)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import AsyncIterator, Mapping
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import NamedTuple, Protocol
 
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_types import KeyRecord, Pool
+from services.common.routes import Target
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.reasoning import ReasoningMarkers
 from services.gateway.tokenizer import Tokenizer
@@ -31,12 +32,41 @@ class ServedModel:
     reasoning: ReasoningMarkers | None = None
 
 
+def _any_version(_: Target) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouteAsk:
+    """Who asks for a model: one `key` (a session, else a request's id) gets one version; None asks for the usual one.
+
+    `allowed` says which versions the caller may use.
+    """
+
+    tenant: str = ""
+    key: str | None = None
+    allowed: Callable[[Target], bool] = _any_version
+
+
+ANYBODY = RouteAsk()
+
+
+class WorkClass(NamedTuple):
+    """What pool rules tell requests apart by, besides model and tenant."""
+
+    priority: common_pb2.PriorityClass.ValueType
+    length: common_pb2.LengthClass.ValueType
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ValidRequest:
     """A request past the one validator: complete, inside every limit, tokenised.
 
     `prompt_token_ids` are unsigned 32-bit; `timeout_s` is the time until the deadline, from now. `reasoning` is set
     where reasoning is told apart from the answer, `starts_in_reasoning` where the prompt itself opened it.
+
+    `route` is the name whose version was chosen for the client, empty where the client named the version. `again`
+    validates the same draft by the routes as they are then; its errors are those of the validator.
     """
 
     model: ServedModel
@@ -52,6 +82,9 @@ class ValidRequest:
     tools: ToolRules = NO_TOOLS
     reasoning: ReasoningMarkers | None = None
     starts_in_reasoning: bool = False
+    request_id: str = ""
+    route: str = ""
+    again: Callable[[], Awaitable[ValidRequest]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,6 +108,11 @@ class Generation(Protocol):
 
     @property
     def request_id(self) -> str: ...
+
+    @property
+    def request(self) -> ValidRequest:
+        """The request as it runs: until its first event another version may take it, with tokens of its own."""
+        ...
 
     @property
     def queue_position(self) -> int:
@@ -135,8 +173,16 @@ class ModelDirectory(Protocol):
         """Every served version, the default version of each model first."""
         ...
 
-    def resolve(self, name: str) -> ServedModel:
-        """`model` or `model@version`. Raises ModelNotFound; NoWorker when nothing at all is served yet."""
+    def resolve(self, name: str, ask: RouteAsk = ANYBODY) -> ServedModel:
+        """`model@version`, a name with a route, or `model`. Raises ModelNotFound; NoWorker when nothing serves it."""
+        ...
+
+    def aliases(self) -> list[str]:
+        """Names with a route."""
+        ...
+
+    def place(self, model: ServedModel, tenant: str, sizes: WorkClass) -> ServedModel:
+        """The model in the pool that the rules name for such a request, else as it is."""
         ...
 
 

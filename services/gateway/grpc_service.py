@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ from services.gateway.text_stream import TextDelta, TextToken, text_deltas
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.validation import Validator
 
+# As the header of the HTTP door.
+SESSION_METADATA = "x-millrace-session"
 SERVICE_NAME = "millrace.gateway.v1.GatewayService"
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,7 +62,8 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         key = await self._key(context)
         if any(name == "idempotency-key" for name, _ in context.invocation_metadata() or ()):
             raise Unsupported("`idempotency-key` is served over HTTP only.", param="idempotency-key")
-        valid = await self._validator.validate(key, _draft(request, context.time_remaining()))
+        draft = dataclasses.replace(_draft(request, context.time_remaining()), session=_session(context))
+        valid = await self._validator.validate(key, draft)
         generation = await self._generator.start(key, valid)
         ending = ending_of(Cancelled("The client went away."))
         reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
@@ -70,16 +74,18 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
                 model=valid.model.card.model, seed=valid.sampling.seed, created_unix_seconds=int(self._clock.wall())
             )
             yield pb.GenerateResponse(request_id=request_id, accepted=accepted)
-            async with contextlib.aclosing(text_deltas(generation, valid)) as deltas:
+            async with contextlib.aclosing(text_deltas(generation)) as deltas:
                 async for delta in deltas:
-                    yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, valid))
+                    yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, generation.request))
                     # The generator is resumed once the transport has taken the message.
                     generation.mark_delivered(delta.choice, delta.delivered, delta.reasoning_delivered)
                     counts[delta.choice] = delta.delivered
                     reasoned[delta.choice] = delta.reasoning_delivered
                     if delta.finish_reason is not None:
                         reasons[delta.choice] = delta.finish_reason
-            completed = pb.GenerateCompleted(usage=_usage(generation, valid, counts, reasoned))
+            completed = pb.GenerateCompleted(
+                usage=_usage(generation, counts, reasoned), model=generation.request.model.card.model
+            )
             ending = common_pb2.TERMINAL_STATE_COMPLETED, reasons[0], ""
             yield pb.GenerateResponse(request_id=request_id, completed=completed)
         except Exception as error:
@@ -133,6 +139,11 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
     async def _key(self, context: Context) -> KeyRecord:
         sent = [v for k, v in context.invocation_metadata() or () if k == "authorization" and isinstance(v, str)]
         return await self._keyring.authenticate(sent[0] if len(sent) == 1 else None)
+
+
+def _session(context: Context) -> str:
+    sent = [v for k, v in context.invocation_metadata() or () if k == SESSION_METADATA and isinstance(v, str)]
+    return sent[0] if len(sent) == 1 else ""
 
 
 def _draft(request: pb.GenerateRequest, remaining_s: float | None) -> RequestDraft:
@@ -220,11 +231,9 @@ def _logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> list[pb.Toke
     return made
 
 
-def _usage(
-    generation: Generation, valid: ValidRequest, counts: Sequence[int], reasoned: Sequence[int]
-) -> common_pb2.TokenUsage:
+def _usage(generation: Generation, counts: Sequence[int], reasoned: Sequence[int]) -> common_pb2.TokenUsage:
     return common_pb2.TokenUsage(
-        prompt_token_count=len(valid.prompt_token_ids),
+        prompt_token_count=len(generation.request.prompt_token_ids),
         cached_token_count=generation.cached_token_count,
         completion_token_count=sum(counts),
         reasoning_token_count=sum(reasoned),

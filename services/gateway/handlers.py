@@ -26,6 +26,8 @@ from services.gateway.request_draft import RequestDraft
 from services.gateway.resumable import Job, ResumableAnswers
 from services.gateway.validation import Validator
 
+# Requests of one session go to one version of a model while its routes stay.
+SESSION_HEADER = "x-millrace-session"
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
@@ -55,37 +57,39 @@ class GenerationEndpoint:
             return
         key = scope["state"]["key"]
         body = decode_body(raw, self._body_type, self._validator.limits)
-        job = _Job(self, key, body)
+        job = _Job(self, key, body, request.headers.get(SESSION_HEADER, ""))
         await serve(self._parts.answers, (scope, receive, send), raw, job, stream=bool(body.stream))
 
-    async def validate(self, key: KeyRecord, body: GenerationBody) -> ValidRequest:
+    async def validate(self, key: KeyRecord, body: GenerationBody, session: str = "") -> ValidRequest:
         """The one validator. Raises MillraceError."""
-        return await self._validator.validate(key, self._draft_of(body))  # type: ignore[arg-type]
+        draft = self._draft_of(body)  # type: ignore[arg-type]
+        return await self._validator.validate(key, dataclasses.replace(draft, session=session))
 
     async def begin(self, key: KeyRecord, body: GenerationBody, valid: ValidRequest) -> AnswerRun:
         """Start the generation. Raises a MillraceError of limits, queue or store."""
         generation = await self._parts.generator.start(key, valid)
-        facts = AnswerFacts(generation.request_id, int(self._parts.clock.wall()), valid)
+        facts = AnswerFacts(generation, int(self._parts.clock.wall()))
         options = body.stream_options
         delivery = Delivery(
             stream=bool(body.stream),
             include_usage=bool(options is not None and options.include_usage),
             continuous_usage=bool(options is not None and options.continuous_usage_stats),
         )
-        return AnswerRun(generation, valid, self._shape_of(facts), delivery)
+        return AnswerRun(generation, self._shape_of(facts), delivery)
 
 
 class _Job:
     """One request of an endpoint."""
 
-    def __init__(self, endpoint: GenerationEndpoint, key: KeyRecord, body: GenerationBody) -> None:
+    def __init__(self, endpoint: GenerationEndpoint, key: KeyRecord, body: GenerationBody, session: str) -> None:
         self._endpoint = endpoint
         self._key = key
         self._body = body
+        self._session = session
         self._valid: ValidRequest | None = None
 
     async def validate(self) -> None:
-        self._valid = await self._endpoint.validate(self._key, self._body)
+        self._valid = await self._endpoint.validate(self._key, self._body, self._session)
 
     async def begin(self) -> AnswerRun:
         assert self._valid is not None
@@ -122,27 +126,22 @@ class AnswerRun:
     def __init__(
         self,
         generation: Generation,
-        valid: ValidRequest,
         shape: Shape,
         delivery: Delivery,
         *,
         wrap: Callable[[Sink], Sink] = lambda sink: sink,
     ) -> None:
         self.request_id = generation.request_id
-        self.timeout_s = valid.timeout_s
+        self.timeout_s = generation.request.timeout_s
         self._generation = generation
-        self._valid = valid
         self._shape = shape
         self._delivery = delivery
         self._wrap = wrap
 
     async def write(self, sink: Sink) -> None:
         """Write the whole answer and end the generation."""
-        headers = [
-            (b"x-request-id", self.request_id.encode()),
-            (b"x-millrace-model-version", self._valid.model.card.model.version.encode()),
-        ]
-        answering = Answering(self._generation, self._valid, self._shape, self._wrap(sink), headers=headers)
+        headers = [(b"x-request-id", self.request_id.encode())]
+        answering = Answering(self._generation, self._shape, self._wrap(sink), headers=headers)
         wanted = self._delivery
         if wanted.stream:
             await answering.stream(include_usage=wanted.include_usage, continuous_usage=wanted.continuous_usage)

@@ -19,7 +19,7 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool
 from services.common.clock import Clock
 from services.common.errors import Draining, GatewayLost, Internal, MillraceError
-from services.gateway.generation import TokenEvent
+from services.gateway.generation import TokenEvent, ValidRequest
 from services.gateway.metering import ClientLabels, Counts, Ending, Marks, usage_event
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_metrics import RequestMeter
@@ -28,11 +28,15 @@ from services.gateway.requests import Action, Own, Readmit, Reattach, RequestCor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What stays true of one request. `entry` is the first attempt's; `received_at` is monotonic seconds."""
+    """What one request is. `entry` is the first attempt's; `received_at` is monotonic seconds.
+
+    Where its version is withdrawn before its first token, `entry`, `request` and `pool` are replaced, and nothing else.
+    """
 
     key: KeyRecord
     pool: Pool
     entry: admission_pb2.AdmissionEntry
+    request: ValidRequest
     labels: ClientLabels
     span: trace.Span
     received_at: float
@@ -73,6 +77,8 @@ class LiveRequest:
         self.position = 0
         self.admitted = False
         self.renewing = False
+        # Of a mirrored request: how its answer compares.
+        self.shadow: usage_event_pb2.ShadowReport | None = None
         self.wake = asyncio.Event()
         self._table = table
         self._worker = ""
@@ -84,6 +90,11 @@ class LiveRequest:
     @property
     def request_id(self) -> str:
         return self.facts.request_id
+
+    @property
+    def request(self) -> ValidRequest:
+        """The request as it runs."""
+        return self.facts.request
 
     @property
     def queue_position(self) -> int:
@@ -153,6 +164,8 @@ class LiveRequest:
             self._epoch, self._worker = bound.epoch, instance
             if self.marks.submit is None:
                 self.marks.submit = self._table.clock.wall()
+                if event.accepted.HasField("claim_time"):
+                    self.marks.claim = event.accepted.claim_time.ToNanoseconds() / 1e9
                 self.meter.accepted(self._table.clock.monotonic())
         if self.core.started and self.marks.start is None:
             self.marks.start = self._table.clock.wall()
@@ -178,6 +191,8 @@ class LiveRequest:
             reasoning=sum(self._reasoned.values()),
         )
         event = usage_event(self.facts.entry, ending, counts, self.marks, self.facts.labels)
+        if self.shadow is not None:
+            event.shadow.CopyFrom(self.shadow)
         self.meter.ended(self._table.clock.monotonic(), event)
         self._end_span(event)
         await self._table.effects.publish(self, OutboxRecord(counts.computed, event))

@@ -9,6 +9,8 @@ from google.protobuf import timestamp_pb2
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
+from services.common.admission_types import SHADOW_TENANT
+
 _SHORT_TOKENS = 512
 _MEDIUM_TOKENS = 4_096
 
@@ -39,9 +41,10 @@ class Counts:
 
 @dataclasses.dataclass(slots=True)
 class Marks:
-    """Unix seconds of what happened; None until it does."""
+    """Unix seconds of what happened; None until it does. `claim`: of the first attempt that ran, by its router."""
 
     admit: float
+    claim: float | None = None
     submit: float | None = None
     start: float | None = None
     first_token: float | None = None
@@ -109,7 +112,7 @@ def usage_event(
         terminal_state=ending.state,
         error_reason=ending.error_reason,
         delivered=delivered_usage(counts),
-        billed=billed_usage(ending.state, counts),
+        billed=common_pb2.TokenUsage() if entry.tenant == SHADOW_TENANT else billed_usage(ending.state, counts),
         attempt=ending.attempt,
         epoch=ending.epoch,
         worker_instance=ending.worker_instance,
@@ -142,6 +145,7 @@ def _times(marks: Marks) -> common_pb2.RequestTimes:
 
     return common_pb2.RequestTimes(
         admit_time=stamp(marks.admit),
+        claim_time=stamp(marks.claim),
         submit_time=stamp(marks.submit),
         start_time=stamp(marks.start),
         first_token_time=stamp(marks.first_token),

@@ -7,6 +7,7 @@ where a request goes.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,19 +16,18 @@ import grpc
 import structlog
 from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 
-from services.common.admission_types import WorkerRecord
+from services.common.admission_types import Pool, WorkerRecord
 from services.common.errors import ModelNotFound, NoWorker
 from services.common.grpc_client import Dial, open_channel
+from services.common.routes import RouteTable, Target
 from services.gateway.chat_template import template_of
-from services.gateway.generation import ServedModel
+from services.gateway.generation import ANYBODY, RouteAsk, ServedModel, WorkClass
 from services.gateway.reasoning import reasoning_markers
 from services.gateway.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 MAX_TOKENIZER_BYTES = 67_108_864
 CALL_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 1.0
-
-_Version = tuple[str, str]
 
 
 class CardError(Exception):
@@ -41,11 +41,16 @@ class WorkerDirectory:
         self,
         load: Callable[[worker_service_pb2.ModelCard, bytes], Tokenizer] = load_tokenizer,
         dial: Dial = open_channel,
+        *,
+        routes: Callable[[], RouteTable] = RouteTable,
     ) -> None:
+        """`routes` gives the table in force."""
         self._load = load
         self._dial = dial
-        self._known: dict[_Version, ServedModel] = {}
-        self._workers: dict[str, _Version] = {}
+        self._routes = routes
+        self._known: dict[Target, ServedModel] = {}
+        self._workers: dict[str, Target] = {}
+        self._pools: dict[Target, set[Pool]] = {}
         self._defaults: dict[str, str] = {}
         self._tokenizers: dict[tuple[bytes, int], Tokenizer] = {}
         self._bad: dict[str, str] = {}
@@ -56,28 +61,64 @@ class WorkerDirectory:
         order = sorted(served, key=lambda v: (v[0], self._defaults.get(v[0]) != v[1], v[1]))
         return [self._known[version] for version in order]
 
-    def resolve(self, name: str) -> ServedModel:
-        """`model` or `model@version`. Raises ModelNotFound; NoWorker when nothing serves it at the moment."""
-        model, _, version = name.partition("@")
+    def resolve(self, name: str, ask: RouteAsk = ANYBODY) -> ServedModel:
+        """`model@version`, a name with a route, or `model`. Raises ModelNotFound; NoWorker when nothing serves it at
+        the moment. A withdrawn version does not exist, by whatever name."""
         if not self._known:
             raise NoWorker("No model is served yet.", retry_after_s=RETRY_AFTER_S)
-        found = self._known.get((model, version or self._defaults.get(model, "")))
-        if found is None:
-            raise ModelNotFound(f"The model `{name[:128]}` does not exist.", param="model")
-        if (model, found.card.model.version) not in self._workers.values():
+        routes = self._routes()
+        if name in routes.routes:
+            chosen = routes.pick(name, tenant=ask.tenant, key=ask.key, usable=lambda t: ask.allowed(t) and t in self)
+        else:
+            model, at, version = name.partition("@")
+            chosen = Target(model, version if at else self._defaults.get(model, ""))
+            if chosen in routes.withdrawn or chosen not in self._known:
+                raise ModelNotFound(f"The model `{name[:128]}` does not exist.", param="model")
+        if chosen is None or chosen not in self:
             raise NoWorker(f"No worker serves `{name[:128]}` at the moment.", retry_after_s=RETRY_AFTER_S)
-        return found
+        return self._known[chosen]
+
+    def __contains__(self, target: Target) -> bool:
+        """Some worker serves this version now."""
+        return target in self._pools
+
+    def known(self, target: Target) -> ServedModel | None:
+        """A version that is, or was, served."""
+        return self._known.get(target)
+
+    def aliases(self) -> list[str]:
+        """Names with a route."""
+        return list(self._routes().routes)
+
+    def place(self, model: ServedModel, tenant: str, sizes: WorkClass) -> ServedModel:
+        """The model in the first pool that the rules name and that has a worker of this version, else as it is."""
+        ref = model.card.model
+        served = self._pools.get(Target(ref.model, ref.version), set())
+        for name in self._routes().pools(ref.model, tenant, sizes.priority, sizes.length):
+            pool = Pool(model.pool.model, name, model.pool.shard)
+            if pool in served:
+                return dataclasses.replace(model, pool=pool)
+        return model
 
     async def update(self, records: Sequence[WorkerRecord]) -> None:
-        """Take the registry's view: learn new versions, forget workers that left. Blocks for the calls to new ones."""
+        """Take the registry's view: learn new versions, forget workers that left. Blocks for the calls to new ones.
+        Workers that only prefill make no version served."""
         for record in records:
-            if (record.model, record.version) not in self._known and record.instance not in self._bad:
+            if Target(record.model, record.version) not in self._known and record.instance not in self._bad:
                 await self._learn(record)
-        self._workers = {
-            r.instance: (r.model, r.version)
-            for r in records
-            if (r.model, r.version) in self._known and r.instance not in self._bad
-        }
+        pools: dict[Target, set[Pool]] = {}
+        self._workers = {}
+        for record in records:
+            target = Target(record.model, record.version)
+            if record.role != "prefill" and target in self._known and record.instance not in self._bad:
+                self._workers[record.instance] = target
+                pools.setdefault(target, set()).add(record.pool)
+        self._pools = pools
+        for target, served in pools.items():
+            # A version stays in its pool while that has a worker.
+            known = self._known[target]
+            if known.pool not in served:
+                self._known[target] = dataclasses.replace(known, pool=min(served, key=lambda p: p.tag))
         self._bad = {instance: why for instance, why in self._bad.items() if instance in {r.instance for r in records}}
         self._choose_defaults()
 
@@ -92,7 +133,7 @@ class WorkerDirectory:
             self._bad[record.instance] = str(error)
             log.error("model_card_refused", error=str(error))
         else:
-            self._known[record.model, record.version] = served
+            self._known[Target(record.model, record.version)] = served
             log.info("model_known", max_model_len=served.card.max_model_len)
 
     async def _fetch(self, record: WorkerRecord) -> ServedModel:
@@ -111,9 +152,10 @@ class WorkerDirectory:
 
     def _choose_defaults(self) -> None:
         # The default stays while anybody serves it; then the version with most workers, then the newest.
-        counts = Counter(self._workers.values())
+        withdrawn = self._routes().withdrawn
+        counts = Counter(target for target in self._workers.values() if target not in withdrawn)
         for model in {model for model, _ in counts}:
-            if (model, self._defaults.get(model, "")) not in counts:
+            if Target(model, self._defaults.get(model, "")) not in counts:
                 versions = [(count, version) for (name, version), count in counts.items() if name == model]
                 self._defaults[model] = max(versions)[1]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.admission_types import KeyRecord
-from services.common.errors import ModelNotFound
+from services.common.errors import ModelNotFound, NoWorker
 from services.gateway.api_types import ModelDetails, ModelList, ModelObject
-from services.gateway.generation import ModelDirectory, ServedModel
+from services.gateway.generation import ModelDirectory, RouteAsk, ServedModel
 from services.gateway.json_endpoint import json_response
+from services.gateway.validation import may_use
 
 
 class ModelEndpoints:
@@ -20,7 +24,7 @@ class ModelEndpoints:
         self._started_at = started_at
 
     async def list(self, request: Request) -> Response:
-        """Each served version once; the default version of a model under its plain name too."""
+        """Each served version once; a plain name is what its route, or without one the default, gives."""
         data = [self._model(name, model) for name, model in self._named(request.state.key).items()]
         return json_response(ModelList(data=data))
 
@@ -39,6 +43,11 @@ class ModelEndpoints:
             if not key.models or ref.model in key.models or f"{ref.model}@{ref.version}" in key.models:
                 named.setdefault(ref.model, model)
                 named[f"{ref.model}@{ref.version}"] = model
+        for alias in self._directory.aliases():
+            named.pop(alias, None)
+            allowed = functools.partial(may_use, key, alias)
+            with contextlib.suppress(ModelNotFound, NoWorker):
+                named[alias] = self._directory.resolve(alias, RouteAsk(key.tenant, allowed=allowed))
         return named
 
     def _model(self, name: str, model: ServedModel) -> ModelObject:

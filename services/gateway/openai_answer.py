@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
@@ -11,7 +12,7 @@ from millrace.common.v1 import common_pb2
 
 from services.gateway.chat_template import JsonValue
 from services.gateway.detokenizer import Detokenizer
-from services.gateway.generation import ValidRequest
+from services.gateway.generation import Generation, ValidRequest
 from services.gateway.text_stream import TextDelta, TextToken
 from services.gateway.tokenizer import Tokenizer
 from services.gateway.tool_calls import ToolCallDelta
@@ -31,9 +32,17 @@ _FINISH = {
 class AnswerFacts:
     """What every object of one answer repeats."""
 
-    request_id: str
+    generation: Generation
     created: int
-    request: ValidRequest
+
+    @property
+    def request_id(self) -> str:
+        return self.generation.request_id
+
+    @property
+    def request(self) -> ValidRequest:
+        """As it runs: certain from the first event on."""
+        return self.generation.request
 
     @property
     def model(self) -> str:
@@ -44,6 +53,7 @@ class AnswerFacts:
         own: Json = {
             "request_id": self.request_id,
             "version": self.request.model.card.model.version,
+            "manifest_digest": self.request.model.card.model.manifest_digest.hex(),
             "seed": self.request.sampling.seed % (1 << 64),
         }
         return own | ({"stop_reason": stop_reason} if stop_reason else {})
@@ -116,7 +126,10 @@ class ChatShape:
 
     def __init__(self, facts: AnswerFacts) -> None:
         self._facts = facts
-        self._chunk_head = self._head("chat.completion.chunk")
+
+    @functools.cached_property
+    def _chunk_head(self) -> Json:
+        return self._head("chat.completion.chunk")
 
     def opening(self, choice: int) -> list[Json]:
         chunk = self._chunk(choice, {"role": "assistant", "content": ""})
@@ -188,9 +201,16 @@ class CompletionShape:
 
     def __init__(self, facts: AnswerFacts) -> None:
         self._facts = facts
-        request = facts.request
-        self._echoed = request.model.tokenizer.decode(request.prompt_token_ids) if request.echo else ""
-        self._head: Json = {
+
+    @functools.cached_property
+    def _echoed(self) -> str:
+        request = self._facts.request
+        return request.model.tokenizer.decode(request.prompt_token_ids) if request.echo else ""
+
+    @functools.cached_property
+    def _head(self) -> Json:
+        facts = self._facts
+        return {
             "id": f"cmpl-{facts.request_id}",
             "object": "text_completion",
             "created": facts.created,

@@ -129,14 +129,15 @@ class UsagePublisher:
         ]
         results = await self._store.finish(pool, terminals)
         crash_point("gateway.after_finish")
-        for waiting, result in zip(batch, results, strict=True):
-            request_id = waiting.record.request_id
-            await self._store.settle(
-                result.tenant or waiting.record.event.tenant, request_id, result.computed_tokens, result.billed_tokens
-            )
+        await asyncio.gather(*map(self._settle, batch, results))
         crash_point("gateway.after_settle")
         await self._store.clear_unsettled(pool, [w.record.request_id for w in batch])
         await self._done(batch, results)
+
+    async def _settle(self, waiting: _Waiting, result: FinishResult) -> None:
+        event = waiting.record.event
+        tenant = result.tenant or event.tenant
+        await self._store.settle(tenant, event.request_id, result.computed_tokens, result.billed_tokens)
 
     async def _done(self, batch: Sequence[_Waiting], results: Sequence[FinishResult]) -> None:
         lost = []

@@ -88,6 +88,7 @@ class RequestDraft:
     prompt: Prompt
     sampling: SamplingDraft
     user: str = ""
+    session: str = ""
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     priority_class: common_pb2.PriorityClass.ValueType = common_pb2.PRIORITY_CLASS_INTERACTIVE
     resume_policy: common_pb2.ResumePolicy.ValueType = common_pb2.RESUME_POLICY_RESUME

@@ -9,6 +9,7 @@ from millrace.usage.v1 import usage_event_pb2
 
 from services.common.metrics import Metrics
 from services.gateway.choice_tokens import ChoiceTokens
+from services.gateway.targets import LatencyTargets, Seconds, latency_of
 
 
 def label_of(enum_name: str) -> str:
@@ -19,10 +20,17 @@ def label_of(enum_name: str) -> str:
 class RequestMeter:
     """Observes one request from body to last byte. Times are monotonic seconds."""
 
-    def __init__(self, metrics: Metrics, labels: tuple[str, str, str, str, str], received_at: float) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        labels: tuple[str, str, str, str, str],
+        received_at: float,
+        targets: LatencyTargets,
+    ) -> None:
         self._metrics = metrics
         self._labels = labels
         self._received_at = received_at
+        self._targets = targets
         self._started_at: float | None = None
         self._first_at: float | None = None
         self._last_at: float | None = None
@@ -51,13 +59,21 @@ class RequestMeter:
         self._last_at, self._delivered = now, total
 
     def ended(self, now: float, event: usage_event_pb2.UsageEvent) -> None:
-        """The request reached its terminal state."""
-        model, version, *_, tenant = self._labels
+        """The request reached its terminal state; the event is told how long its client waited."""
+        model, version, priority_class, length_class, tenant = self._labels
         state = label_of(common_pb2.TerminalState.Name(event.terminal_state))
         self._metrics.requests_total.labels(model, version, state, tenant).inc()
         self._metrics.e2e_seconds.labels(*self._labels).observe(now - self._received_at)
         if self._first_at is not None and self._last_at is not None:
             self._metrics.decode_seconds.labels(*self._labels).observe(self._last_at - self._first_at)
-            if self._delivered > 1:
-                gap = (self._last_at - self._first_at) / (self._delivered - 1)
-                self._metrics.tpot_seconds.labels(*self._labels).observe(gap)
+        gap = self._token_gap()
+        if gap is not None:
+            self._metrics.tpot_seconds.labels(*self._labels).observe(gap)
+        first = self._first_at - self._received_at if self._first_at is not None else None
+        target = self._targets.of(priority_class, length_class)
+        event.latency.CopyFrom(latency_of(event.terminal_state, Seconds(first, gap, now - self._received_at), target))
+
+    def _token_gap(self) -> float | None:
+        if self._first_at is None or self._last_at is None or self._delivered < 2:
+            return None
+        return (self._last_at - self._first_at) / (self._delivered - 1)

@@ -20,6 +20,7 @@ from services.common.errors import (
     Draining,
     EngineError,
     MillraceError,
+    Poisoned,
     SlowReader,
     WorkerLost,
     error_of,
@@ -30,8 +31,6 @@ from services.gateway.generation import TokenEvent
 
 UNACKED_TOKENS = 16
 MAX_ATTEMPTS = 3
-# A request in hand of this many dying workers is taken for the cause.
-POISON_DEATHS = 2
 BUDGET_LEASE_TOKENS = 64
 _BUDGET_LOW_TOKENS = 32
 _BYTES_PER_TOKEN = 16
@@ -72,12 +71,14 @@ class Reattach:
 class Readmit:
     """Queue the request again, ahead of others. Exactly the choices of `prefix` run; empty means all, from the start.
 
-    `again` true: the store lost the same attempt, nothing ran.
+    `again` true: the store lost the same attempt, nothing ran. `lost` are the workers that died with the request in
+    hand: the store says whether it is what they died of.
     """
 
     attempt: int
     prefix: tuple[tuple[int, tuple[int, ...]], ...] = ()
     again: bool = False
+    lost: tuple[str, ...] = ()
 
 
 Action = SendCancel | Own | Reattach | Readmit
@@ -103,7 +104,7 @@ class RequestCore:
         self.choices = tuple(ChoiceTokens(index) for index in range(limits.choice_count))
         self.binding: Binding | None = None
         self.attempt = 1
-        self.deaths = 0
+        self._lost: tuple[str, ...] = ()
         self._failures = 0
         self.error: MillraceError | None = None
         self.ended = False
@@ -207,7 +208,7 @@ class RequestCore:
         """The stream to this worker is given up."""
         if self.binding is None or self.binding.instance != instance or self.ended or self.error is not None:
             return []
-        self.deaths += 1
+        self._lose(instance)
         return self._run_elsewhere(WorkerLost("The worker that ran the request was lost."), now)
 
     def on_acked(self, epoch: int, next_indices: tuple[int, ...]) -> None:
@@ -228,19 +229,24 @@ class RequestCore:
         if self.ended or self.error is not None:
             return []
         if record is None:
-            return [] if self.binding is not None else [Readmit(self.attempt, self._prefix(), again=True)]
+            return [] if self.binding is not None else [self._readmit(again=True)]
         if record.phase is RequestPhase.FINISHED:
             return self.fail(error_of_record(record))
         gone = record.phase is RequestPhase.OWNED and self.binding is None and record.attempt >= self.attempt
         if gone and (not worker_alive or now - self.queued_at > 5):
             self._floor = max(self._floor, record.epoch + 1)
-            self.deaths += not worker_alive
+            if not worker_alive:
+                self._lose(record.worker_instance)
             return self._run_elsewhere(WorkerLost("The worker that took the request was lost."), now)
         return []
 
     def on_superseded(self) -> list[Action]:
         """The store refused a re-admission: the request has ended there."""
         return self.fail(WorkerLost("The request was ended elsewhere."))
+
+    def on_poisoned(self) -> list[Action]:
+        """The store refused a re-admission: the request is what its workers died of."""
+        return self.fail(Poisoned("Workers died of this request; it is not tried again."))
 
     def expire(self) -> list[Action]:
         """The deadline passed."""
@@ -326,7 +332,15 @@ class RequestCore:
             return self.fail(error)
         # A worker that leaves in order says nothing about the request.
         self._failures -= failed.reason == Draining.row.reason
+        if self.binding is not None and failed.reason == EngineError.row.reason:
+            self._lose(self.binding.instance)
         return self._run_elsewhere(error, now)
+
+    def _lose(self, instance: str) -> None:
+        """A worker died with the request in hand: no failure of an attempt, but the store may find it poison."""
+        if instance not in self._lost:
+            self._lost += (instance,)
+            self._failures -= 1
 
     def _run_elsewhere(self, error: MillraceError, now: float) -> list[Action]:
         bound, self.binding = self.binding, None
@@ -341,15 +355,17 @@ class RequestCore:
         if now >= self.limits.deadline:
             return cancel + self.expire()
         self._failures += 1
-        spent = self._failures >= MAX_ATTEMPTS or self.deaths >= POISON_DEATHS
-        if spent or (self.delivered_any and not self.limits.resumes):
+        if self._failures >= MAX_ATTEMPTS or (self.delivered_any and not self.limits.resumes):
             return cancel + self.fail(error)
         self.attempt += 1
         self.queued_at = self.heard_at = now
         handed = any(choice.handed or choice.closed for choice in self.choices)
         for choice in self.choices:
             choice.rebase(keep=handed)
-        return [*cancel, Readmit(self.attempt, self._prefix())]
+        return [*cancel, self._readmit()]
+
+    def _readmit(self, *, again: bool = False) -> Readmit:
+        return Readmit(self.attempt, self._prefix(), again, self._lost)
 
     def _prefix(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         open_choices = [c for c in self.choices if c.finish is None and not c.stopped]

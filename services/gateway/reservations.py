@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.common.v1 import admission_pb2
 
-from services.common.admission_types import KeyRecord, QuotaLimits, Refusal, Reserve
+from services.common.admission_types import KeyRecord, Pool, QuotaLimits, Refusal, Reserve
 from services.common.errors import MillraceError, error_of
 from services.gateway.requests import BUDGET_LEASE_TOKENS
 
@@ -46,6 +46,7 @@ def reservation(key: KeyRecord, entry: admission_pb2.AdmissionEntry, leased: int
         key_id=key.key_id if key.key_limits != QuotaLimits() else "",
         key_limits=key.key_limits,
         prices=price,
+        where=(Pool(entry.pool.model, entry.pool.pool, entry.pool.shard), entry.gateway_instance),
     )
 
 

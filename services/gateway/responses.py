@@ -119,7 +119,7 @@ class _Job:
         valid = self._valid
         assert valid is not None
         generation = await self._parts.generator.start(self._key, valid)
-        facts = AnswerFacts(generation.request_id, int(self._parts.clock.wall()), valid)
+        facts = AnswerFacts(generation, int(self._parts.clock.wall()))
         shape = ResponsesShape(facts, self._body)
 
         async def keep() -> None:
@@ -130,7 +130,7 @@ class _Job:
                 await self._parts.responses.put(self._key.tenant, name, msgspec.json.encode(stored))
 
         delivery = Delivery(stream=bool(self._body.stream))
-        return AnswerRun(generation, valid, shape, delivery, wrap=lambda sink: _KeepingSink(sink, keep))
+        return AnswerRun(generation, shape, delivery, wrap=lambda sink: _KeepingSink(sink, keep))
 
 
 class _KeepingSink:

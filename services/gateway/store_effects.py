@@ -5,13 +5,14 @@ While Redis is away it tries again until the request has ended; running streams 
 
 from __future__ import annotations
 
+import structlog
 from millrace.common.v1 import admission_pb2
 from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Ownership, Pool, PoolCaps, Refusal
 from services.common.clock import Clock
-from services.common.errors import StoreUnavailable
+from services.common.errors import Poisoned, StoreUnavailable
 from services.gateway.live_requests import LiveRequest, LiveTable
 from services.gateway.outbox import OutboxRecord
 from services.gateway.publisher import UsagePublisher
@@ -91,6 +92,7 @@ class StoreEffects:
         entry = admission_pb2.AdmissionEntry()
         entry.CopyFrom(request.facts.entry)
         entry.attempt = action.attempt
+        entry.lost_workers.extend(action.lost)
         for choice, token_ids in action.prefix:
             entry.prefix.add(choice=choice, token_ids=token_ids)
         while not self._over(request, action.attempt):
@@ -103,7 +105,10 @@ class StoreEffects:
                 await self._clock.sleep(RETRY_S)
                 continue
             if isinstance(answer, Refusal) and not self._over(request, action.attempt):
-                self._table.perform(request, request.core.on_superseded())
+                poisoned = answer.reason == Poisoned.row.reason
+                if poisoned:
+                    structlog.get_logger().error("request_poisoned", request_id=request.request_id, workers=action.lost)
+                self._table.perform(request, request.core.on_poisoned() if poisoned else request.core.on_superseded())
             return
 
     def _over(self, request: LiveRequest, attempt: int) -> bool:

@@ -269,13 +269,13 @@ class ToolText:
         )
 
 
-async def text_deltas(generation: Generation, request: ValidRequest) -> AsyncGenerator[TextDelta, None]:
+async def text_deltas(generation: Generation) -> AsyncGenerator[TextDelta, None]:
     """Deltas of all choices until each has finished; a stop string ends its choice in the worker too.
 
     Raises what `Generation.events` raises.
     """
-    deltas = _choice_deltas(generation, request)
-    if request.sampling.HasField("prompt_logprob_count"):
+    deltas = _choice_deltas(generation)
+    if generation.request.sampling.HasField("prompt_logprob_count"):
         deltas = _with_prompt_logprobs(deltas)
     async with contextlib.aclosing(deltas):
         async for delta in deltas:
@@ -300,11 +300,13 @@ async def _with_prompt_logprobs(deltas: AsyncGenerator[TextDelta, None]) -> Asyn
             early.clear()
 
 
-async def _choice_deltas(generation: Generation, request: ValidRequest) -> AsyncGenerator[TextDelta, None]:
-    sampling = request.sampling
-    texts = [_choice_text(generation.request_id, request, choice) for choice in range(sampling.choice_count)]
-    left = len(texts)
+async def _choice_deltas(generation: Generation) -> AsyncGenerator[TextDelta, None]:
+    left = generation.request.sampling.choice_count
+    texts: list[ChoiceText | ToolText] = []
     async for event in generation.events():
+        if not texts:
+            # Only now it is certain whose tokens these are.
+            texts = [_choice_text(generation.request_id, generation.request, choice) for choice in range(left)]
         text = texts[event.choice]
         was_finished = text.finished
         delta = text.feed(event)

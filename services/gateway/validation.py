@@ -6,6 +6,7 @@ Refuses with the field named. Cheap checks first; long texts are encoded in a th
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,13 @@ from millrace.common.v1 import common_pb2
 
 from services.common.admission_types import KeyRecord, LengthCap
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
+from services.common.lifecycle import new_ulid
+from services.common.routes import Target
 from services.gateway.chat_template import guarded_variables
-from services.gateway.generation import ModelDirectory, ServedModel, ValidRequest
+from services.gateway.generation import ModelDirectory, RouteAsk, ServedModel, ValidRequest, WorkClass
 from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.limits import Limits
+from services.gateway.metering import length_class
 from services.gateway.reasoning import reasoning_settings
 from services.gateway.request_draft import ChatPrompt, GrammarDraft, Prompt, RequestDraft, SamplingDraft, TextPrompt
 from services.gateway.template_renderer import TemplateRenderer
@@ -48,8 +52,12 @@ class Validator:
 
     async def validate(self, key: KeyRecord, draft: RequestDraft) -> ValidRequest:
         """Raises InvalidRequest, ContextLengthExceeded, Unsupported, ModelNotFound, NoWorker."""
-        limits = self.limits
-        model = self.resolve(key, draft.model)
+        return await self._validate(key, draft, new_ulid())
+
+    async def _validate(self, key: KeyRecord, sent: RequestDraft, request_id: str) -> ValidRequest:
+        limits, draft = self.limits, sent
+        session = draft.session or draft.user
+        model = self.resolve(key, draft.model, f"{key.tenant}\0{session}" if session else request_id)
         chat = draft.prompt if isinstance(draft.prompt, ChatPrompt) else None
         if chat is not None:
             check_tools(chat.tools, limits)
@@ -64,8 +72,10 @@ class Validator:
         max_tokens = self._check_fit(model, draft, len(prompt), cap_of(key, model.card.model))
         bad_words = [model.tokenizer.encode(word) for word in draft.sampling.bad_words]
         reasoning = model.reasoning if chat is not None else None
+        priority = common_pb2.PRIORITY_CLASS_BATCH if key.batch_only else draft.priority_class
+        sizes = WorkClass(priority, length_class(len(prompt), max_tokens))
         return ValidRequest(
-            model=model,
+            model=self._directory.place(model, key.tenant, sizes),
             prompt_token_ids=prompt,
             sampling=_sampling(draft.sampling, max_tokens, bad_words),
             stop=tuple(stop for stop in draft.sampling.stop if stop),
@@ -78,6 +88,9 @@ class Validator:
             tools=NO_TOOLS if chat is None else chat.tools,
             reasoning=reasoning,
             starts_in_reasoning=reasoning is not None and reasoning.opened_by(prompt, model.tokenizer),
+            request_id=request_id,
+            route="" if "@" in draft.model else draft.model,
+            again=functools.partial(self._validate, key, sent, request_id),
         )
 
     async def _check_grammar(self, key: KeyRecord, model: ServedModel, grammar: GrammarDraft | None) -> None:
@@ -88,13 +101,13 @@ class Validator:
             raise Unsupported(f"`{field}`: structured output is not supported by this model.", param=field)
         await self._grammars.check(key.tenant, grammar, self.limits)
 
-    def resolve(self, key: KeyRecord, name: str) -> ServedModel:
-        """The model that the key may use. Raises ModelNotFound, NoWorker."""
+    def resolve(self, key: KeyRecord, name: str, sticky: str | None = None) -> ServedModel:
+        """The model that the key may use: one version for one `sticky` text. Raises ModelNotFound, NoWorker."""
         if len(name.encode()) > self.limits.model_name_bytes:
             raise ModelNotFound("There is no such model.", param="model")
-        model = self._directory.resolve(name)
-        ref = model.card.model
-        if key.models and ref.model not in key.models and f"{ref.model}@{ref.version}" not in key.models:
+        allowed = functools.partial(may_use, key, name)
+        model = self._directory.resolve(name, RouteAsk(key.tenant, sticky, allowed))
+        if not allowed(Target(model.card.model.model, model.card.model.version)):
             raise ModelNotFound(f"There is no model `{name}`.", param="model")
         return model
 
@@ -177,6 +190,11 @@ class Validator:
         if (draft.sampling.min_tokens or 0) > wanted:
             raise InvalidRequest(f"`min_tokens` is larger than the {wanted} tokens asked for.", param="min_tokens")
         return wanted
+
+
+def may_use(key: KeyRecord, name: str, target: Target) -> bool:
+    """Whether the key may use this version under this name."""
+    return not key.models or not {name, target.model, str(target)}.isdisjoint(key.models)
 
 
 def cap_of(key: KeyRecord, model: common_pb2.ModelRef) -> LengthCap:

@@ -14,6 +14,7 @@ from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
+from services.common.route_watch import RouteWatch
 from services.gateway.live_requests import LiveRequest, LiveTable
 from services.gateway.model_directory import WorkerDirectory
 from services.gateway.tasks import Tasks
@@ -39,6 +40,7 @@ class Watchdogs:
         table: LiveTable,
         pool: WorkerPool,
         directory: WorkerDirectory,
+        routes: RouteWatch,
         *,
         gateway_instance: str,
     ) -> None:
@@ -46,6 +48,7 @@ class Watchdogs:
         self._table = table
         self._pool = pool
         self._directory = directory
+        self._routes = routes
         self._instance = gateway_instance
         self._address = ""
         self._clock: Clock = table.clock
@@ -76,7 +79,9 @@ class Watchdogs:
         self._reached_at = self._clock.monotonic()
 
     async def read_registry(self) -> None:
-        """Learn which workers there are; the last known ones stay while Redis is away."""
+        """Learn which workers and routes there are; the last known ones stay while Redis is away."""
+        # Routes first: no worker is known, so nothing is admitted, before they were read once.
+        await self._routes.refresh()
         records = await self._store.list_workers()
         self._reached_at = self._clock.monotonic()
         self._pool.update(records)

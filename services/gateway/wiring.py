@@ -99,7 +99,7 @@ class GatewayApp:
         back, parts = self.back, self.back.parts
         opened = listen(self._config.http_listen)
         front = FrontParts(
-            back.generator,
+            back.mirror,
             parts.directory,
             parts.keyring,
             parts.clock,

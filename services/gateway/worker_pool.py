@@ -46,7 +46,8 @@ class WorkerPool:
 
     def update(self, records: Iterable[WorkerRecord]) -> None:
         """The registry's view, as often as it is read."""
-        wanted = {r.instance: r for r in attach_subset(self._gateway_instance, list(records)) if r.role != "prefill"}
+        decoding = [record for record in records if record.role != "prefill"]
+        wanted = {record.instance: record for record in attach_subset(self._gateway_instance, decoding)}
         addresses = {record.address: instance for instance, record in wanted.items()}
         for instance, attachment in self._attachments.items():
             attachment.listed = instance in wanted

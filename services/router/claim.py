@@ -1,7 +1,7 @@
 """The claim loop: claims when some worker has room, places what it holds, keeps the leases of what it cannot place.
 
 Late binding: nothing is claimed that no worker has room for. Woken by the pools' bells and by Watch changes. Owns the
-held claims (at most 32). Never on the token path.
+held claims (at most 32, beside suspects of poison that must run apart). Never on the token path.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.common.lifecycle import end_tasks
 from services.common.telemetry import context_from, tracer
+from services.router.disaggregation import Disaggregation
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
-from services.router.filters import ejected, is_routable
+from services.router.filters import ejected, is_routable, only_prefills
 from services.router.policy import RoutingPolicy
 from services.router.registry import EndpointRegistry
 
@@ -49,6 +50,7 @@ class ClaimLoop:
         self._registry = registry
         self._dispatcher = dispatcher
         self._policy = policy
+        self._disaggregation = Disaggregation(registry.prefixes)
         self._clock = clock
         self._router_instance = router_instance
         self._waiting: list[HeldClaim] = []
@@ -86,7 +88,7 @@ class ClaimLoop:
         self._place()
         more = False
         for pool in self._registry.pools() if not self.draining else ():
-            count = min(self._room(pool), MAX_HELD - self.held_count)
+            count = min(self._room(pool), MAX_HELD - self.held_count + self._waiting_suspects())
             if count <= 0:
                 continue
             try:
@@ -164,7 +166,12 @@ class ClaimLoop:
             min(endpoint.free(now))
             for endpoint in endpoints
             if endpoint.reserved_for is None and endpoint.instance not in out and is_routable(endpoint, now)
+            if not only_prefills(endpoint)
         )
+
+    def _waiting_suspects(self) -> int:
+        """Held until a worker runs no other suspect: the rest must not wait for them."""
+        return sum(held.needs.suspect for held in self._waiting)
 
     def _hold(self, pool: Pool, claims: list[Claimed]) -> None:
         now = self._clock.monotonic()
@@ -184,11 +191,14 @@ class ClaimLoop:
             endpoints = self._registry.endpoints(held.pool)
             endpoint = self._policy.choose(held.needs, endpoints, now, excluded=held.avoided(now))
             if endpoint is not None:
-                self._policy.placed(held.needs, endpoint, now)
+                held.placing = self._disaggregation.decide(held.needs, endpoint, endpoints, now)
+                self._policy.placed(held.needs, endpoint, now, held.placing)
                 self._waiting.remove(held)
                 task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
                 self._submits[task] = (held, endpoint)
                 task.add_done_callback(self._submitted)
+            elif held.needs.suspect:
+                continue
             elif now - held.since > RESERVE_AFTER_S and all(e.reserved_for != held.request_id for e in endpoints):
                 reserved = self._policy.reserve(held.needs, endpoints, now, excluded=held.excluded)
                 if reserved is not None:
@@ -196,6 +206,7 @@ class ClaimLoop:
 
     async def _submit(self, held: HeldClaim, endpoint: Endpoint) -> None:
         outcome = await self._dispatcher.submit(held, endpoint)
+        self._settle_peer(held, accepted=outcome is Outcome.ACCEPTED)
         if outcome is Outcome.UNFIT and self._unfit_everywhere(held):
             with contextlib.suppress(StoreUnavailable):
                 if await self._dispatcher.fail(held):
@@ -208,6 +219,14 @@ class ClaimLoop:
         else:
             self._forget(held)
 
+    def _settle_peer(self, held: HeldClaim, *, accepted: bool) -> None:
+        """The peer is asked once the request was accepted, and not otherwise."""
+        peer = held.placing.peer if held.placing is not None else None
+        if peer is not None and accepted:
+            peer.named(held.request_id, self._clock.monotonic())
+        elif peer is not None:
+            peer.unnamed(held.request_id)
+
     async def _give_back_late(self) -> None:
         """Claims whose time is over go back to the queue, which ends them."""
         now = self._clock.monotonic()
@@ -218,8 +237,9 @@ class ClaimLoop:
                 await self._store.return_claims(held.pool, [held.claim.claim_id])
 
     def _unfit_everywhere(self, held: HeldClaim) -> bool:
-        """Every worker of the pool refused for good."""
-        return all(endpoint.instance in held.excluded for endpoint in self._registry.endpoints(held.pool))
+        """Every worker of the pool that decodes refused for good."""
+        decoding = [e for e in self._registry.endpoints(held.pool) if not only_prefills(e)]
+        return all(endpoint.instance in held.excluded for endpoint in decoding)
 
     def _submitted(self, task: asyncio.Task[None]) -> None:
         held, endpoint = self._submits.pop(task)
@@ -228,6 +248,7 @@ class ClaimLoop:
         elif (error := task.exception()) is not None:
             structlog.get_logger().error("submit_task_died", request_id=held.request_id, exc_info=error)
             endpoint.failed(held.request_id, self._clock.monotonic(), guilty=False)
+            self._settle_peer(held, accepted=False)
             self._forget(held)
         self.wake()
 

@@ -21,6 +21,7 @@ from services.common.clock import Clock
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, StoreUnavailable
 from services.common.metrics import Metrics
 from services.common.telemetry import context_from, tracer
+from services.router.disaggregation import Placing
 from services.router.endpoint import Endpoint, Needs
 from services.router.registry import EndpointRegistry
 
@@ -69,7 +70,8 @@ _UNFIT_CODES: Final = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_
 
 @dataclasses.dataclass(slots=True)
 class HeldClaim:
-    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time."""
+    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time.
+    `placing` says who computes the prompt of the try under way."""
 
     pool: Pool
     claim: Claimed
@@ -79,6 +81,7 @@ class HeldClaim:
     excluded: set[str] = dataclasses.field(default_factory=set)
     resting: dict[str, float] = dataclasses.field(default_factory=dict)
     unfit_reason: str = ""
+    placing: Placing | None = None
 
     @property
     def request_id(self) -> str:
@@ -129,10 +132,16 @@ class Dispatcher:
             router_instance=self._router_instance,
         )
         request.remaining.FromMilliseconds(remaining_ms)
+        claimed_at = self._clock.wall() - (now - held.since)
+        request.claim_time.FromMilliseconds(int(claimed_at * 1000))
+        if held.placing is not None and (peer := held.placing.peer) is not None:
+            request.prefill_peer.worker_instance = peer.instance
+            request.prefill_peer.address = peer.record.address
         with tracer().start_as_current_span("router.submit", context=context_from(entry.traceparent)) as span:
             span.set_attribute("millrace.request_id", held.request_id)
             span.set_attribute("millrace.attempt", request.attempt)
             span.set_attribute("millrace.worker", endpoint.instance)
+            span.set_attribute("millrace.prefill_worker", request.prefill_peer.worker_instance)
             try:
                 reply = await stub.Submit(request, timeout=SUBMIT_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
@@ -143,6 +152,7 @@ class Dispatcher:
             span.set_attribute("millrace.outcome", outcome.value)
         if outcome is Outcome.ACCEPTED:
             self._observe(held)
+            self._count_placing(held)
             await self._own(held.pool, Ownership(held.request_id, request.epoch, endpoint.instance))
         return outcome
 
@@ -216,6 +226,11 @@ class Dispatcher:
             length,
             self._metrics.tenant_label(entry.tenant),
         ).observe(waited_s)
+
+    def _count_placing(self, held: HeldClaim) -> None:
+        model = held.claim.entry.model
+        if held.placing is not None:
+            self._metrics.prefill_placings_total.labels(model.model, model.version, held.placing.reason.value).inc()
 
     def _log(self, held: HeldClaim, endpoint: Endpoint, event: str, cause: str) -> None:
         structlog.get_logger().info(

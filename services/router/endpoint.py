@@ -11,7 +11,7 @@ import math
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
-from services.common.admission_types import Pool, WorkerRecord
+from services.common.admission_types import SUSPECT_DEATHS, Pool, WorkerRecord
 
 VIEW_MAX_AGE_S = 3.0
 # A Watch message shows an accepted submit within this time of its reply.
@@ -31,6 +31,10 @@ class Needs:
     slot_count: int
     token_count: int
     block_hashes: tuple[int, ...] = ()
+    # Two workers died with it: it runs apart from others like it.
+    suspect: bool = False
+    # Each token of the prompt is wanted (its embedding or logprobs), so that no cached block helps.
+    whole_prompt: bool = False
 
     @classmethod
     def of(cls, entry: admission_pb2.AdmissionEntry) -> Needs:
@@ -45,6 +49,8 @@ class Needs:
             slot_count=max(1, entry.sampling.choice_count),
             token_count=len(entry.token_ids) + received + 1,
             block_hashes=tuple(entry.block_hashes),
+            suspect=len(entry.lost_workers) >= SUSPECT_DEATHS,
+            whole_prompt=entry.sampling.embed or entry.sampling.HasField("prompt_logprob_count"),
         )
 
     def block_count(self, block_size: int) -> int:
@@ -54,7 +60,7 @@ class Needs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """One Watch message."""
+    """One Watch message. Rates are a second's, None while unmeasured: prompt tokens computed, block bytes received."""
 
     model: common_pb2.ModelRef
     role: common_pb2.WorkerRole.ValueType
@@ -67,6 +73,12 @@ class View:
     adapters: frozenset[str]
     draining: bool
     ready: bool
+    running_count: int
+    waiting_count: int
+    kv_token_byte_count: int
+    transfer_rate: int | None
+    prefill_rate: int | None
+    suspect_count: int = 0
 
     @classmethod
     def of(cls, message: worker_service_pb2.WatchResponse) -> View:
@@ -82,6 +94,12 @@ class View:
             adapters=frozenset(message.adapters),
             draining=message.draining,
             ready=message.ready,
+            suspect_count=message.suspect_count,
+            running_count=message.running_count,
+            waiting_count=message.waiting_count,
+            kv_token_byte_count=message.kv_token_byte_count,
+            transfer_rate=message.transfer_rate_byte_count if message.HasField("transfer_rate_byte_count") else None,
+            prefill_rate=message.prefill_rate_token_count if message.HasField("prefill_rate_token_count") else None,
         )
 
 
@@ -92,6 +110,7 @@ class _Debit:
     slot_count: int
     block_count: int
     token_count: int
+    suspect: bool
     replied_at: float = math.inf
 
 
@@ -126,7 +145,12 @@ class Endpoint:
     def token_load(self) -> int:
         """Tokens that it has still to compute, those of requests that the view does not show yet included."""
         backlog = max(0, self.view.backlog_token_count) if self.view is not None else 0
-        return backlog + sum(debit.token_count for debit in self._debits.values())
+        return backlog + self.unseen_token_count
+
+    @property
+    def unseen_token_count(self) -> int:
+        """Tokens to compute of requests that the view does not show yet."""
+        return sum(debit.token_count for debit in self._debits.values())
 
     def observe(self, view: View, now: float) -> None:
         """Take a Watch message."""
@@ -159,6 +183,8 @@ class Endpoint:
         slots, blocks = self.free(now)
         if self.view is None or slots == 0:
             return False
+        if needs.suspect and (self.view.suspect_count or any(debit.suspect for debit in self._debits.values())):
+            return False
         idle = self.view.in_flight_count == 0 and not self._debits
         return idle or (slots >= needs.slot_count and blocks >= needs.block_count(self.view.block_size))
 
@@ -167,10 +193,12 @@ class Endpoint:
         return any(debit.replied_at <= self.seen_at for debit in self._debits.values())
 
     # --- what submits do to it -----------------------------------------------------------------------------------
-    def debit(self, needs: Needs) -> None:
-        """A submit is on its way."""
+    def debit(self, needs: Needs, computed_token_count: int | None = None) -> None:
+        """A submit is on its way, of which so many tokens are to be computed here; None means all."""
         block_size = self.view.block_size if self.view is not None else 1
-        self._debits[needs.request_id] = _Debit(needs.slot_count, needs.block_count(block_size), needs.token_count)
+        tokens = needs.token_count if computed_token_count is None else computed_token_count
+        blocks = needs.block_count(block_size)
+        self._debits[needs.request_id] = _Debit(needs.slot_count, blocks, tokens, needs.suspect)
         if self.reserved_for == needs.request_id:
             self.reserved_for = None
 
@@ -195,6 +223,15 @@ class Endpoint:
             self._retry_at = now + min(longest, shortest * 2 ** min(self._failures - 1, 10))
         if request_id in self._debits:
             self._debits[request_id].replied_at = now
+
+    def named(self, request_id: str, now: float) -> None:
+        """The decoding worker was told to ask here for a prompt: the debit stands until a later view shows it."""
+        if request_id in self._debits:
+            self._debits[request_id].replied_at = now
+
+    def unnamed(self, request_id: str) -> None:
+        """Nobody will ask here; that says nothing about this worker."""
+        self._debits.pop(request_id, None)
 
     def _forget_shown(self, now: float) -> None:
         shown = [

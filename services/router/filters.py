@@ -23,6 +23,12 @@ def can_decode(needs: Needs, view: View) -> bool:
     return view.role in _DECODING
 
 
+def only_prefills(endpoint: Endpoint) -> bool:
+    """A worker that takes no Submit; by its record as long as it was not heard."""
+    view = endpoint.view
+    return endpoint.record.role == "prefill" if view is None else view.role == common_pb2.WORKER_ROLE_PREFILL
+
+
 def is_attached(needs: Needs, view: View) -> bool:
     """The request's gateway listens to this worker."""
     return needs.gateway_instance in view.attached_gateways
@@ -43,11 +49,17 @@ def is_routable(endpoint: Endpoint, now: float) -> bool:
 
 
 def ejected(pool: Iterable[Endpoint], now: float) -> frozenset[str]:
-    """Workers that their breaker keeps out: half of those alive at most. Where more fail the cause lies elsewhere, and
-    none is kept out, so that what works at all is spread over all."""
+    """Workers that their breaker keeps out: half of those alive at most, of those that decode and of those that only
+    prefill. Where more fail the cause lies elsewhere, and none is kept out, so that what works at all is spread over
+    all."""
     alive = [endpoint for endpoint in pool if endpoint.fresh(now)]
-    shut = frozenset(endpoint.instance for endpoint in alive if not endpoint.open(now))
-    return shut if 2 * len(shut) <= len(alive) else frozenset()
+    out: set[str] = set()
+    for prefills in (False, True):
+        kind = [endpoint for endpoint in alive if only_prefills(endpoint) is prefills]
+        shut = {endpoint.instance for endpoint in kind if not endpoint.open(now)}
+        if 2 * len(shut) <= len(kind):
+            out |= shut
+    return frozenset(out)
 
 
 def eligible(needs: Needs, endpoint: Endpoint, now: float) -> bool:

@@ -6,9 +6,11 @@ among it, so that a choice costs the same for 32 workers and for 1,000. Called b
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Collection, Iterator, Sequence
 
+from services.router.disaggregation import Placing
 from services.router.endpoint import Endpoint, Needs
 from services.router.filters import ejected, eligible
 from services.router.prefix_index import PrefixIndex
@@ -48,9 +50,14 @@ class RoutingPolicy:
         serving = [e for e in endpoints if e.instance not in out and eligible(needs, e, now)]
         return self._best(needs, serving, [e for e in serving if e.reserved_for is None], now)
 
-    def placed(self, needs: Needs, endpoint: Endpoint, now: float) -> None:
-        """The request is on its way there: it takes room, and the next of its prefix may follow."""
-        endpoint.debit(needs)
+    def placed(self, needs: Needs, endpoint: Endpoint, now: float, placing: Placing | None = None) -> None:
+        """The request is on its way there: it takes room, and the next of its prefix may follow. A peer that
+        computes the prompt is as busy with it as the endpoint would be."""
+        peer = placing.peer if placing is not None else None
+        if placing is not None and peer is not None:
+            peer.debit(dataclasses.replace(needs, slot_count=1), placing.peer_token_count)
+            self._index.sent(peer.instance, needs.block_hashes, now)
+        endpoint.debit(needs, 0 if peer is not None else None)
         self._index.sent(endpoint.instance, needs.block_hashes, now)
 
     def _rounds(
@@ -70,6 +77,9 @@ class RoutingPolicy:
     ) -> Endpoint | None:
         if not candidates:
             return None
+        if needs.suspect:
+            # Where its death harms the fewest.
+            return min(candidates, key=lambda e: (e.load, e.token_load))
         affinity = PrefixAffinity(self._index, serving)
         scored = [(score(needs, e, now, affinity), e) for e in candidates]
         best = max(value for value, _ in scored)

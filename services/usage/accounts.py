@@ -18,6 +18,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
+from services.common.admission_types import SHADOW_TENANT
 from services.common.clock import Clock
 from services.common.errors import InvalidRequest, NotFound
 from services.usage.audit import Act, record, shown
@@ -73,6 +74,8 @@ class Accounts:
     async def create_tenant(self, spec: TenantSpec, actor: str = SYSTEM) -> Row:
         """Raises InvalidRequest for a bad or taken name or a limit out of its range."""
         check_name("tenant", spec.tenant)
+        if spec.tenant == SHADOW_TENANT:
+            raise InvalidRequest("This name is the platform's own.", param="tenant")
         check_text("display_name", spec.display_name)
         check_policy(spec.policy)
         row = {

@@ -64,8 +64,22 @@ def add_sums(
     names = (*keys, *sums)
     moved = ", ".join(f"{name} = {table.name}.{name} + excluded.{name}" for name in sums)
     tail = f"ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {moved}"
+    _insert_or(connection, table, names, rows, tail)
+
+
+def insert_missing(
+    connection: sa.Connection, table: sa.Table, columns: Sequence[str], rows: Sequence[Sequence[object]]
+) -> None:
+    """As `insert_rows`, but a row whose key is there already, or comes twice, changes nothing."""
+    if rows:
+        _insert_or(connection, table, columns, rows, "ON CONFLICT DO NOTHING")
+
+
+def _insert_or(
+    connection: sa.Connection, table: sa.Table, names: Sequence[str], rows: Sequence[Sequence[object]], tail: str
+) -> None:
     if connection.dialect.name == "postgresql":
-        kinds = [table.c[name].type.compile(connection.dialect) for name in names]
+        kinds = [table.c[name].type.compile(connection.dialect).partition(" COLLATE")[0] for name in names]
         arrays = ", ".join(f"%s::{kind}[]" for kind in kinds)
         values = f"SELECT * FROM unnest({arrays})"  # noqa: S608 - names of our own schema
         parameters: Any = tuple(list(column) for column in zip(*rows, strict=True))

@@ -24,11 +24,14 @@ from services.common.lifecycle import crash_point
 from services.common.metrics import Metrics
 from services.common.streams import StreamEntry, UsageStream
 from services.common.telemetry import context_from, tracer
+from services.usage.attempts import WorkerRows, insert_worker_rows, parse_report
 from services.usage.events import LedgerEntry, PoisonEvent, parse_event, request_id_of
-from services.usage.ledger import DeadLetter, insert_dead_letters, insert_entries
+from services.usage.ledger import CONFLICT, DeadLetter, conflicting, insert_dead_letters, insert_entries
 from services.usage.store import Store
 
 GROUP = "ledger"
+# The field of a worker's report; a gateway's event has another.
+REPORT = "w"
 # One constant name: a restarted service finds its own pending entries, and two services share one cursor safely,
 # because the ledger's unique id decides.
 CONSUMER = "usage"
@@ -47,6 +50,9 @@ class _Batch:
     letters: list[DeadLetter]
     # What outboxes may forget once the batch is durable, by stream.
     request_ids: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    worker_rows: list[WorkerRows] = dataclasses.field(default_factory=list)
+    # Where each of `entries` came from: stream and entry id.
+    places: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
 
 class Consumer:
@@ -132,7 +138,7 @@ class Consumer:
             await self._commit(_parse([entry]))
         except (DataError, IntegrityError) as error:
             reason = f"the database refuses it: {type(error.orig).__name__}"
-            letter = DeadLetter(entry.stream, entry.entry_id, reason, entry.fields.get("e", b""))
+            letter = DeadLetter(entry.stream, entry.entry_id, reason, _body(entry))
             await self._commit(_Batch([], [letter]))
 
     async def _publish(self, pool: Pool, request_ids: Sequence[str]) -> None:
@@ -174,23 +180,44 @@ def _is_sampled(traceparent: str) -> bool:
 def _parse(found: Sequence[StreamEntry]) -> _Batch:
     batch = _Batch([], [])
     for entry in found:
-        raw = entry.fields.get("e", b"")
+        raw = _body(entry)
         try:
+            if REPORT in entry.fields:
+                batch.worker_rows.append(parse_report(raw))
+                continue
             parsed = parse_event(raw, published_ms=int(entry.entry_id.partition("-")[0]))
         except PoisonEvent as poison:
             batch.letters.append(DeadLetter(entry.stream, entry.entry_id, str(poison), raw))
-            request_id = request_id_of(raw)
+            request_id = request_id_of(raw) if REPORT not in entry.fields else None
         else:
             batch.entries.append(parsed)
+            batch.places.append((entry.stream, entry.entry_id))
             request_id = parsed.request_id
         if request_id is not None:
             batch.request_ids.setdefault(entry.stream, []).append(request_id)
     return batch
 
 
+def _conflicts(connection: sa.Connection, batch: _Batch, fresh: Sequence[LedgerEntry]) -> list[DeadLetter]:
+    if len(fresh) == len(batch.entries):
+        return []
+    new = set(map(id, fresh))
+    doubles = {id(entry) for entry in conflicting(connection, [e for e in batch.entries if id(e) not in new])}
+    return [
+        DeadLetter(*place, CONFLICT, entry.raw)
+        for place, entry in zip(batch.places, batch.entries, strict=True)
+        if id(entry) in doubles
+    ]
+
+
+def _body(entry: StreamEntry) -> bytes:
+    return entry.fields.get(REPORT) or entry.fields.get("e", b"")
+
+
 def _insert(connection: sa.Connection, batch: _Batch, now: datetime) -> list[LedgerEntry]:
     fresh = insert_entries(connection, batch.entries, now)
+    insert_worker_rows(connection, batch.worker_rows, now)
     crash_point("usage.after_insert")
-    insert_dead_letters(connection, batch.letters, now)
+    insert_dead_letters(connection, batch.letters + _conflicts(connection, batch, fresh), now)
     crash_point("usage.before_commit")
     return fresh

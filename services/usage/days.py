@@ -27,6 +27,8 @@ from services.usage.store import Store
 
 PAGE_ROWS = 2_000
 DIGEST_BYTES = 16
+# Those that every row had from the first seal on.
+FIRST_COLUMNS = schema.ledger.columns.keys().index("insert_time") + 1
 CHECK_EVERY_S = 60.0
 # Rows that another service dates a little earlier than this one still belong to the day.
 GRACE = timedelta(minutes=10)
@@ -135,8 +137,11 @@ def _page(connection: sa.Connection, after: int, until: int) -> list[tuple[int, 
 
 
 def _digest(row: Sequence[Any]) -> bytes:
-    """Of every column, whichever database it comes from."""
-    text = json.dumps(list(row), default=_plain, sort_keys=True, separators=(",", ":"))
+    """Of every column, whichever database it comes from; of later columns up to the last that has a value."""
+    values = list(row)
+    while len(values) > FIRST_COLUMNS and values[-1] is None:
+        values.pop()
+    text = json.dumps(values, default=_plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES]
 
 

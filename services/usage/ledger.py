@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from datetime import date, datetime
 
 import sqlalchemy as sa
+from millrace.usage.v1 import usage_event_pb2
 
 from services.usage import schema
 from services.usage.bulk import add_sums, insert_rows, known_values
@@ -22,6 +23,8 @@ from services.usage.spending import move_key_balances
 from services.usage.store import insert_into
 
 SUM_PAGE = 1_000
+# Reason of a dead letter.
+CONFLICT = "another event of this request is in the ledger, and says something else"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +89,22 @@ def insert_entries(connection: sa.Connection, entries: Sequence[LedgerEntry], no
     move_key_balances(connection, fresh)
     connection.execute(sa.update(schema.ledger_head).values(last_row_id=first_row_id + len(fresh) - 1))
     return fresh
+
+
+def conflicting(connection: sa.Connection, entries: Sequence[LedgerEntry]) -> list[LedgerEntry]:
+    """Those of the entries whose request has a row that was made of other counts or another end."""
+    if not entries:
+        return []
+    table = schema.ledger
+    query = sa.select(table.c.request_id, table.c.event)
+    query = query.where(table.c.request_id.in_({entry.request_id for entry in entries}))
+    stored = {row[0]: usage_event_pb2.UsageEvent.FromString(bytes(row[1])) for row in connection.execute(query)}
+    return [entry for entry in entries if _says(stored[entry.request_id]) != _says(entry.event)]
+
+
+def _says(event: usage_event_pb2.UsageEvent) -> tuple[object, ...]:
+    # Not the bytes: a map may be written in any order.
+    return event.terminal_state, event.delivered, event.billed, list(event.choice_token_counts)
 
 
 def insert_dead_letters(connection: sa.Connection, letters: Sequence[DeadLetter], now: datetime) -> None:

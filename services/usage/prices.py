@@ -14,6 +14,8 @@ from datetime import datetime
 from services.usage.events import Tokens
 
 TOKEN_KINDS = ("prompt", "cached", "completion", "reasoning")
+# What an hour of an accelerator costs: its price is micro-units an hour, and no request is billed by it.
+ACCELERATOR_HOUR = "accelerator_hour"
 # Where a part has no price of its own, it costs what its whole does.
 WHOLE_OF = {"cached": "prompt", "reasoning": "completion"}
 MILLION = 1_000_000
@@ -21,7 +23,10 @@ MILLION = 1_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Price:
-    """Micro-units of `currency` a million tokens of one kind, in [start, end); empty selectors mean any."""
+    """Micro-units of `currency` a million tokens of one kind (or an accelerator-hour), in [start, end).
+
+    Empty selectors mean any.
+    """
 
     price_id: int
     plan: str

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 
 from services.common.errors import InvalidRequest
 from services.usage import schema
+from services.usage.accelerator import Use, query_use
 from services.usage.events import Tokens
 from services.usage.prices import Amounts
 from services.usage.selection import TAG, Selection, tag_value
@@ -31,6 +32,10 @@ class Group:
     request_count: int
     billed: Tokens
     costs: Mapping[str, Amounts]
+    completed_count: int = 0
+    targeted_count: int = 0
+    targets_met_count: int = 0
+    use: Use = dataclasses.field(default_factory=Use)
 
 
 def query_usage(connection: sa.Connection, chosen: Selection, group_by: Sequence[str]) -> list[Group]:
@@ -41,15 +46,25 @@ def query_usage(connection: sa.Connection, chosen: Selection, group_by: Sequence
     costs = _costs(connection, chosen, keys)
     table = schema.ledger
     sums = [sa.func.coalesce(sa.func.sum(table.c[f"billed_{name}"]), 0) for name in schema.TOKEN_COLUMNS]
+    met = table.c.targets_met
+    counts = [_count(table.c.terminal_state == "completed"), sa.func.count(met), _count(met)]
     query = (
-        sa.select(*keys, sa.func.count(), *sums)
+        sa.select(*keys, sa.func.count(), *sums, *counts)
         .where(*chosen.conditions())
         .group_by(*_aliases(keys))
         .limit(MAX_GROUPS + 1)
     )
+    uses = query_use(connection, chosen, keys)
     width = len(keys)
     groups = [
-        Group(row[:width], row[width], Tokens(*map(int, row[width + 1 :])), costs.get(row[:width], {}))
+        Group(
+            row[:width],
+            row[width],
+            Tokens(*map(int, row[width + 1 : width + 5])),
+            costs.get(row[:width], {}),
+            *_three(row[width + 5 :]),
+            use=uses.get(row[:width], Use()),
+        )
         for row in map(tuple, connection.execute(query))
     ]
     if len(groups) > MAX_GROUPS:
@@ -74,6 +89,15 @@ def _costs(
         if amounts != Amounts():
             costs.setdefault(row[: len(keys)], {})[row[len(keys)]] = amounts
     return costs
+
+
+def _three(values: Sequence[Any]) -> tuple[int, int, int]:
+    one, two, three = map(int, values)
+    return one, two, three
+
+
+def _count(condition: sa.ColumnElement[Any]) -> sa.ColumnElement[int]:
+    return sa.func.coalesce(sa.func.sum(sa.case((condition, 1), else_=0)), 0)
 
 
 def _aliases(keys: Sequence[sa.Label[str]]) -> list[sa.TextClause]:

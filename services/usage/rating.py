@@ -25,7 +25,7 @@ from services.usage import schema
 from services.usage.bulk import insert_rows
 from services.usage.events import Tokens
 from services.usage.ledger import last_row_id
-from services.usage.prices import TOKEN_KINDS, Amounts, Price, PriceList, Work
+from services.usage.prices import ACCELERATOR_HOUR, TOKEN_KINDS, Amounts, Price, PriceList, Work
 from services.usage.store import Store
 
 RATE_ROWS = 1_000
@@ -106,7 +106,7 @@ class Rater:
 
     async def list_prices(self) -> list[Price]:
         """Every price ever set, by model and start."""
-        listed = await self._store.read(_read_prices)
+        listed = await self._store.read(read_prices)
         return sorted(listed, key=lambda price: (price.model, price.start, price.price_id))
 
     async def set_plan(self, tenant: str, plan: str, start: datetime) -> None:
@@ -133,7 +133,7 @@ class Rater:
 def _rate_next(connection: sa.Connection, now: datetime) -> int:
     head = schema.rating_head
     after = connection.execute(sa.select(head.c.last_row_id).where(head.c.id == 1).with_for_update()).scalar_one()
-    prices = PriceList(_read_prices(connection))
+    prices = PriceList(_token_prices(connection))
     if not prices:
         return 0
     rows = _read_work(connection, sa.and_(schema.ledger.c.row_id > after))
@@ -166,7 +166,7 @@ def _rate_again(
     rows = _read_work(connection, sa.and_(*chosen))
     if not rows:
         return None, 0
-    prices = PriceList(_read_prices(connection))
+    prices = PriceList(_token_prices(connection))
     have, numbers = _read_ratings(connection, rows[0][0], rows[-1][0])
     changes: list[tuple[object, ...]] = []
     changed = 0
@@ -213,7 +213,12 @@ def _read_work(connection: sa.Connection, chosen: sa.ColumnElement[bool]) -> lis
     ]
 
 
-def _read_prices(connection: sa.Connection) -> list[Price]:
+def _token_prices(connection: sa.Connection) -> list[Price]:
+    return [price for price in read_prices(connection) if price.token_kind in TOKEN_KINDS]
+
+
+def read_prices(connection: sa.Connection) -> list[Price]:
+    """Every price ever set."""
     table = schema.prices
     names = ("price_id", *_PRICE_COLUMNS)
     return [Price(*row) for row in connection.execute(sa.select(*(table.c[name] for name in names)))]
@@ -232,8 +237,11 @@ def _price_values(price: Price) -> dict[str, object]:
 def _check(price: Price) -> None:
     if not price.model:
         raise InvalidRequest("A price needs a model.", param="model")
-    if price.token_kind not in TOKEN_KINDS:
-        raise InvalidRequest(f"token_kind is one of {', '.join(TOKEN_KINDS)}.", param="token_kind")
+    if price.token_kind not in (*TOKEN_KINDS, ACCELERATOR_HOUR):
+        known = ", ".join((*TOKEN_KINDS, ACCELERATOR_HOUR))
+        raise InvalidRequest(f"token_kind is one of {known}.", param="token_kind")
+    if price.token_kind == ACCELERATOR_HOUR and (price.plan or price.priority_class):
+        raise InvalidRequest("An accelerator-hour costs the same for every plan and class.", param="plan")
     if price.priority_class not in CLASSES:
         raise InvalidRequest("priority_class is interactive, batch or empty for both.", param="priority_class")
     if CURRENCY.fullmatch(price.currency) is None:

@@ -24,7 +24,10 @@ COLUMNS = (
     "terminal_state", "finish_reason", "error_reason", "billed_prompt_tokens", "billed_cached_tokens",
     "billed_completion_tokens", "billed_reasoning_tokens", "delivered_completion_tokens", "admit_time", "start_time",
     "first_token_time", "end_time", "attempt", "worker_instance", "gateway_instance", "user", "metadata", "insert_time",
+    "claim_time", "targets_met",
 )  # fmt: skip
+# Files of earlier versions have the first columns only, and are verified as they are.
+KNOWN_COLUMNS = (COLUMNS[:27], COLUMNS)
 NUMBERS = frozenset(name for name in COLUMNS if name.endswith("_tokens") or name in ("row_id", "attempt"))
 TIMES = frozenset(name for name in COLUMNS if name.endswith("_time"))
 Value = str | int | dict[str, str]
@@ -33,6 +36,7 @@ DIGEST_BYTES = 16
 EVENT_TYPE = "millrace.request"
 EVENT_SOURCE = "millrace/gateway"
 # What a spreadsheet would take for a formula; an apostrophe leads it, and what begins with one.
+_TRUTH = ("false", "true")
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
@@ -64,6 +68,8 @@ def record_of(row: pb.LedgerRow) -> Record:
         event.user,
         dict(sorted(event.metadata.items())),
         _stamp(row.insert_time),
+        _time(times, "claim_time"),
+        _TRUTH[event.latency.targets_met] if event.latency.HasField("targets_met") else "",
     )
     return dict(zip(COLUMNS, values, strict=True))
 
@@ -84,6 +90,8 @@ class LineFormat:
     head: str
     line: Callable[[Record], str]
     read: Callable[[str], Record]
+    # First lines of files of earlier versions.
+    earlier_heads: tuple[str, ...] = ()
 
 
 def csv_line(record: Record) -> str:
@@ -94,7 +102,7 @@ def csv_line(record: Record) -> str:
 def _read_csv(line: str) -> Record:
     (cells,) = csv.reader(io.StringIO(line, newline=""))
     record: Record = {}
-    for name, cell in zip(COLUMNS, cells, strict=True):
+    for name, cell in zip(_known(len(cells)), cells, strict=True):
         text = cell[1:] if cell.startswith("'") else cell
         record[name] = int(text) if name in NUMBERS else (json.loads(text or "{}") if name == "metadata" else text)
     return record
@@ -139,9 +147,16 @@ def _read_json(line: str) -> Record:
 
 
 def _checked(value: Any) -> Record:
-    if not isinstance(value, dict) or tuple(value) != COLUMNS:
+    if not isinstance(value, dict) or tuple(value) not in KNOWN_COLUMNS:
         raise ValueError("not a usage record")
     return value
+
+
+def _known(count: int) -> tuple[str, ...]:
+    found = [columns for columns in KNOWN_COLUMNS if len(columns) == count]
+    if not found:
+        raise ValueError("not a usage record")
+    return found[0]
 
 
 def _csv(cells: Iterable[object]) -> str:
@@ -164,7 +179,9 @@ def _cell(value: Value) -> str | int:
 
 
 FORMATS: Mapping[str, LineFormat] = {
-    "csv": LineFormat("text/csv", _csv(COLUMNS), csv_line, _read_csv),
+    "csv": LineFormat(
+        "text/csv", _csv(COLUMNS), csv_line, _read_csv, tuple(_csv(columns) for columns in KNOWN_COLUMNS[:-1])
+    ),
     "jsonl": LineFormat("application/x-ndjson", "", json_line, _read_json),
     "cloudevents": LineFormat(
         "application/x-ndjson",

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from datetime import datetime
 
 from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
 
 from services.usage.events import TIME_FIELDS, LedgerEntry, enum_label
-from services.usage.schema import TOKEN_COLUMNS
+from services.usage.schema import LATENCY_COLUMNS, TOKEN_COLUMNS
 
 Value = str | int | bytes | datetime | None
+
+_NO_LATENCY: tuple[Value, ...] = (None,) * 4
 
 # The order of `row_values`.
 ROW_COLUMNS = (
@@ -19,7 +22,7 @@ ROW_COLUMNS = (
     "shard", "priority_class", "length_class", "terminal_state", "finish_reason", "error_reason",
     *(f"delivered_{name}" for name in TOKEN_COLUMNS), *(f"billed_{name}" for name in TOKEN_COLUMNS),
     "choice_token_counts", *TIME_FIELDS, "attempt", "epoch", "worker_instance", "gateway_instance", "user_label",
-    "metadata", "traceparent", "event", "insert_time",
+    "metadata", "traceparent", "event", "insert_time", *LATENCY_COLUMNS, "targets_met",
 )  # fmt: skip
 
 
@@ -57,12 +60,25 @@ def row_values(entry: LedgerEntry, row_id: int, now: datetime) -> tuple[Value, .
         storable(event.traceparent),
         entry.raw,
         now,
+        *(_latency(event.latency) if event.HasField("latency") else _NO_LATENCY),
     )
 
 
 def storable(text: str) -> str:
     """PostgreSQL stores no NUL in text; the event keeps what was sent."""
     return text.replace("\x00", "\N{REPLACEMENT CHARACTER}")
+
+
+def _latency(latency: usage_event_pb2.Latency) -> tuple[Value, ...]:
+    met = latency.targets_met if latency.HasField("targets_met") else None
+    return (*(_micros(latency, name) for name in ("first_token", "per_token", "whole")), met)
+
+
+def _micros(latency: usage_event_pb2.Latency, name: str) -> int | None:
+    if not latency.HasField(name):  # type: ignore[arg-type]
+        return None
+    duration = getattr(latency, name)
+    return int(duration.seconds) * 1_000_000 + int(duration.nanos) // 1_000
 
 
 def _metadata(tags: Mapping[str, str]) -> str:

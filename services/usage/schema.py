@@ -45,6 +45,9 @@ metadata = sa.MetaData(
 
 TOKEN_COLUMNS = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
+# What the client waited, as the gateway measured it.
+LATENCY_COLUMNS = ("first_token_micros", "per_token_micros", "whole_micros")
+
 ledger_head = sa.Table(
     "ledger_head",
     metadata,
@@ -89,6 +92,9 @@ ledger = sa.Table(
     sa.Column("traceparent", sa.Text, nullable=False),
     sa.Column("event", sa.LargeBinary, nullable=False),
     sa.Column("insert_time", UtcTime, nullable=False),
+    # Columns that came later stand here, and are NULL in the rows that were there before.
+    *(sa.Column(name, sa.BigInteger) for name in LATENCY_COLUMNS),
+    sa.Column("targets_met", sa.Boolean),
     sa.Index(None, "tenant", "row_id"),
     sa.Index(None, "end_time"),
 )
@@ -176,6 +182,51 @@ audit = sa.Table(
     sa.Column("before", JsonValue),
     sa.Column("after", JsonValue, nullable=False),
     sa.Index(None, "tenant", "audit_id"),
+)
+
+# What one attempt took on one worker; the key is its event id.
+attempts = sa.Table(
+    "attempts",
+    metadata,
+    sa.Column("request_id", IdText, primary_key=True),
+    sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("worker_instance", IdText, primary_key=True),
+    sa.Column("attempt", sa.Integer, nullable=False),
+    sa.Column("tenant", sa.Text, nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("cached_tokens", sa.BigInteger, nullable=False),
+    sa.Column("prefill_tokens", sa.BigInteger, nullable=False),
+    sa.Column("decode_tokens", sa.BigInteger, nullable=False),
+    sa.Column("accepted_draft_tokens", sa.BigInteger, nullable=False),
+    sa.Column("rejected_draft_tokens", sa.BigInteger, nullable=False),
+    sa.Column("block_milliseconds", sa.BigInteger, nullable=False),
+    sa.Column("prefill_nanos", sa.BigInteger, nullable=False),
+    sa.Column("decode_nanos", sa.BigInteger, nullable=False),
+    # Of each choice: its number, the first index made here, and the one after the last.
+    sa.Column("choices", JsonValue, nullable=False),
+    sa.Column("error_reason", sa.Text, nullable=False),
+    sa.Column("start_time", UtcTime),
+    sa.Column("end_time", UtcTime, nullable=False),
+    sa.Column("insert_time", UtcTime, nullable=False),
+    sa.Index(None, "end_time"),
+)
+
+# Spans of workers' time: busy is what the shares of attempts sum to, idle the rest.
+worker_times = sa.Table(
+    "worker_times",
+    metadata,
+    sa.Column("worker_instance", IdText, primary_key=True),
+    sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("version", sa.Text, nullable=False),
+    sa.Column("start_time", UtcTime, nullable=False),
+    sa.Column("end_time", UtcTime, nullable=False),
+    sa.Column("busy_nanos", sa.BigInteger, nullable=False),
+    sa.Column("idle_nanos", sa.BigInteger, nullable=False),
+    sa.Column("insert_time", UtcTime, nullable=False),
+    sa.Index(None, "end_time"),
 )
 
 # Events that can never become rows, unique by where they came from, so that a replay adds none.

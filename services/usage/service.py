@@ -10,6 +10,8 @@ from millrace.usage.v1 import usage_service_pb2 as pb
 from millrace.usage.v1 import usage_service_pb2_grpc
 
 from services.common.errors import InvalidRequest, NotFound
+from services.usage.accelerator import query_worker_time
+from services.usage.accelerator_wire import accelerator_use, worker_time_answer
 from services.usage.account_service import CallContext, authorization_of
 from services.usage.account_wire import time_field
 from services.usage.admin_keys import AdminKeys, Caller
@@ -17,6 +19,8 @@ from services.usage.days import Days
 from services.usage.exports import decode_cursor, encode_cursor, export_pages, ledger_row, subject_of
 from services.usage.ledger import find_row, last_row_id
 from services.usage.queries import Group, query_usage
+from services.usage.reconcile import Totals, reconcile
+from services.usage.reconcile_wire import drift_message, totals_message
 from services.usage.seals import RowDigests, Seal, Signer
 from services.usage.selection import Selection
 from services.usage.store import Store
@@ -66,7 +70,35 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
         """Raises InvalidRequest."""
         caller = await self._admins.reader(authorization_of(context))
         work = functools.partial(query_usage, chosen=_selection(request, caller), group_by=list(request.group_by))
-        return pb.QueryUsageResponse(groups=[_group(group) for group in await self._store.read(work)])
+        answer = pb.QueryUsageResponse(groups=[_group(group) for group in await self._store.read(work)])
+        if caller.tenant:
+            # What an accelerator costs is the platform's own business.
+            for group in answer.groups:
+                group.accelerator.ClearField("costs")
+        return answer
+
+    async def QueryWorkerTime(
+        self, request: pb.QueryWorkerTimeRequest, context: CallContext
+    ) -> pb.QueryWorkerTimeResponse:
+        """How the time of all tenants' workers was spent."""
+        await self._admins.administrator(authorization_of(context))
+        start, end = time_field(request, "start_time"), time_field(request, "end_time")
+        work = functools.partial(query_worker_time, model=request.model, version=request.version, start=start, end=end)
+        return worker_time_answer(await self._store.read(work))
+
+    async def Reconcile(
+        self, request: pb.ReconcileRequest, context: CallContext
+    ) -> AsyncIterator[pb.ReconcileResponse]:
+        """Drifts a page a message, then the totals. Raises InvalidRequest."""
+        await self._admins.administrator(authorization_of(context))
+        start, end = time_field(request, "start_time"), time_field(request, "end_time")
+        if start is None or end is None:
+            raise InvalidRequest("Say from when to when: start_time and end_time.", param="start_time")
+        totals = Totals()
+        async for page in reconcile(self._store, Selection(tenant=request.tenant, start=start, end=end), totals):
+            if page:
+                yield pb.ReconcileResponse(drifts=[drift_message(drift) for drift in page])
+        yield pb.ReconcileResponse(totals=totals_message(totals))
 
     async def VerifyDay(self, request: pb.VerifyDayRequest, context: CallContext) -> pb.VerifyDayResponse:
         """Reads every row of the day. Raises InvalidRequest, NotFound."""
@@ -108,6 +140,10 @@ def _group(group: Group) -> pb.UsageGroup:
             completion_token_count=completion,
             reasoning_token_count=reasoning,
         ),
+        completed_request_count=group.completed_count,
+        targeted_request_count=group.targeted_count,
+        targets_met_request_count=group.targets_met_count,
+        accelerator=accelerator_use(group),
         costs=[
             pb.Cost(
                 currency=currency,

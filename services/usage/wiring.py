@@ -23,11 +23,13 @@ from services.common.http_server import listen as open_socket
 from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.route_store import RouteStore
 from services.common.tls import OPERATOR, access, load_tls
 from services.usage.account_service import AccountService
 from services.usage.accounts import Accounts
 from services.usage.admin_http import create_admin_app
 from services.usage.admin_keys import AdminKeys
+from services.usage.canary.controller import CanaryController
 from services.usage.config import UsageConfig
 from services.usage.consumer import Consumer
 from services.usage.days import Days
@@ -61,6 +63,7 @@ class UsageApp:
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self.rater = Rater(store, clock)
         self.days = Days(store, signer, clock)
+        self.canaries = CanaryController(self._redis, RouteStore(self._redis), clock)
         self.usage_service = UsageService(store, self.admins, signer, self.days)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: GrpcServer | None = None
@@ -110,6 +113,7 @@ class UsageApp:
         self._spawn("hot_copy", self.hot_copy.keep())
         self._spawn("rate", self.rater.run())
         self._spawn("seal_days", self.days.run())
+        self._spawn("judge_canaries", self.canaries.run())
         await self._server.set_serving(True)
         structlog.get_logger().info("usage_ready", address=self.address, admin_http_port=self.admin_port)
 

@@ -75,6 +75,7 @@ class GatewayHub:
         older = self._table.admit(stream)
         if older is not None and not older.ended:
             self._leave(older, Failure("SUPERSEDED", "A newer attempt took over.", retryable=False))
+        self._recorder.log.open(stream)
         self._engine.submit(request)
         self._wake(stream.facts.gateway_instance)
         self._board.touch()
@@ -89,6 +90,7 @@ class GatewayHub:
         for rejection in report.rejections:
             failure = Failure(rejection.reason, rejection.detail, retryable=False)
             self._fail(rejection.request_id, rejection.epoch, failure)
+        self._recorder.log.take_report(report, now_wall)
         for stream in running.values():
             if stream.ended:
                 self._recorder.record(stream)

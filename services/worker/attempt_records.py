@@ -1,4 +1,4 @@
-"""Writes down how each attempt went: spans worker.prefill and worker.decode, and their histograms.
+"""Writes down how each attempt went: spans worker.prefill and worker.decode, their histograms, and what it took.
 
 Spans are made when the attempt ends, from the marks of its stream, so a running request holds none. No content.
 """
@@ -11,6 +11,7 @@ from opentelemetry.trace import SpanKind
 from services.common.metrics import Metrics
 from services.common.telemetry import context_from, tracer
 from services.worker.streams import RequestStream
+from services.worker.usage_reports import AttemptLog
 
 _CLASSES = {common_pb2.PRIORITY_CLASS_INTERACTIVE: "interactive", common_pb2.PRIORITY_CLASS_BATCH: "batch"}
 _LENGTHS = {
@@ -21,10 +22,11 @@ _LENGTHS = {
 
 
 class AttemptRecorder:
-    """Called once for each attempt that ended."""
+    """Called once for each attempt that ended; `log` hears of every attempt and of every engine report."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, log: AttemptLog) -> None:
         self._metrics = metrics
+        self.log = log
 
     def record(self, stream: RequestStream) -> None:
         """Spans and histograms of one ended attempt; an attempt that never started leaves none."""

@@ -6,6 +6,7 @@ The engine's knobs share one variable, so that a worker has few settings; they k
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
@@ -36,9 +37,31 @@ def parse_speculation(text: str) -> SpeculationSetting:
     raise ValueError("expected off, ngram, draft:<model> or self:<layers>")
 
 
+class WorkerRole(enum.Enum):
+    """Which part of a request a worker does."""
+
+    AGGREGATED = "aggregated"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+def parse_role(text: str) -> WorkerRole:
+    """Raises ValueError for anything but the three names."""
+    try:
+        return WorkerRole(text)
+    except ValueError:
+        raise ValueError("expected aggregated, prefill or decode") from None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
     """Knobs of the engine; None or "auto" lets the model and the machine decide.
+
+    `role`: `aggregated` does everything, `prefill` computes blocks of prompts for others, `decode` may have them so
+    computed.
 
     `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
     `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
@@ -47,6 +70,7 @@ class EngineSettings:
     in a step, `max_draft_batch` the rows above which nothing is guessed; `speculation` says how.
     """
 
+    role: WorkerRole = WorkerRole.AGGREGATED
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -80,7 +104,9 @@ def _whole(text: str) -> int:
     return value
 
 
-_KNOBS: dict[str, Callable[[str], int | float | str | SpeculationSetting]] = {
+_Knob = int | float | str | SpeculationSetting | WorkerRole
+_KNOBS: dict[str, Callable[[str], _Knob]] = {
+    "role": parse_role,
     "max_model_len": parse_positive,
     "max_num_seqs": parse_positive,
     "max_num_batched_tokens": parse_positive,
@@ -103,7 +129,7 @@ _KNOBS: dict[str, Callable[[str], int | float | str | SpeculationSetting]] = {
 
 def parse_engine(text: str) -> EngineSettings:
     """`name=value,name=value`. Raises ValueError that names the first knob that is unknown or out of range."""
-    values: dict[str, int | float | str | SpeculationSetting] = {}
+    values: dict[str, _Knob] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, separator, value = (item.strip() for item in part.partition("="))
         if not separator or name not in _KNOBS:

@@ -21,7 +21,9 @@ from services.common.clock import Clock
 from services.worker.engine.engine_config import EngineError, NeverFitsError
 from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents
 from services.worker.engine.request import EngineRequest, SamplingParams
+from services.worker.engine.step_costs import ChoiceCost
 from services.worker.requests import Abort
+from services.worker.time_account import TimeAccount, TimeSpent
 
 IDLE_TICK_S = 0.5
 CACHE_PERIOD_S = 0.1
@@ -41,6 +43,7 @@ class SteppedEngine(Protocol):
     def abort(self, request_id: str, *, epoch: int | None = None, choice: int | None = None) -> int: ...
     def step(self, now: float) -> list[EngineOutput]: ...
     def note_step_time(self, seconds: float) -> None: ...
+    def take_costs(self, seconds: float) -> list[ChoiceCost]: ...
     def fail_all(self, error: str) -> list[EngineOutput]: ...
     def has_work(self) -> bool: ...
     def stats(self, now: float) -> EngineStats: ...
@@ -68,6 +71,7 @@ class LoopReport:
     step_seconds: list[float]
     failed: bool
     cache: list[KVEvents] = dataclasses.field(default_factory=list)
+    costs: list[ChoiceCost] = dataclasses.field(default_factory=list)
 
 
 class EngineLoop:
@@ -87,6 +91,7 @@ class EngineLoop:
         self._beat_at = clock.monotonic()
         self._mean_step_s = 0.0
         self._cache_told_at = -math.inf
+        self._time = TimeAccount(clock.monotonic())
         self._pending = LoopReport([], [], None, [], False)
         self._wake_up_sent = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,6 +103,7 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         self._on_report = on_report
         self._beat_at = self._clock.monotonic()
+        self._time = TimeAccount(self._beat_at)
         self._thread.start()
 
     def check(self, request: EngineRequest) -> None:
@@ -133,6 +139,11 @@ class EngineLoop:
     def progress_age(self) -> float | None:
         """Seconds since the last step while there is work; None when idle."""
         return self.beat_age() if self._busy else None
+
+    @property
+    def time_spent(self) -> TimeSpent:
+        """Busy and idle time since the start, up to the last step or idle tick."""
+        return self._time.spent
 
     def healthy(self) -> bool:
         """False when the engine broke, its thread died, or a step takes > max(5 s, 10 × the mean step)."""
@@ -180,31 +191,37 @@ class EngineLoop:
                     taken = [self._beat_at - now]
                     self._note_step(taken[0])
                     engine.note_step_time(taken[0])
+                costs = self._share_time(stats.scheduled_token_count) if has_stepped else []
                 cache = self._cache_changes(self._beat_at)
                 if commands or outputs or taken or cache:
-                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache))
+                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache, costs))
         except Exception as error:
             structlog.get_logger().error("engine_failed", error=type(error).__name__, exc_info=error)
             self._failed = True
+            report = LoopReport([], [], None, [], True)
             with contextlib.suppress(Exception):
                 engine.fail_all("the engine failed")
-            self._report(LoopReport([], [], None, [], True))
+                report.costs.extend(engine.take_costs(0.0))
+            self._report(report)
 
     def _wait(self) -> list[EngineRequest | Abort] | None:
         with self._condition:
             while not self._inbox and not self._stopping and not self._engine.has_work():
                 self._busy = False
                 self._beat_at = self._clock.monotonic()
+                self._time.idle_until(self._beat_at)
                 if not self._condition.wait(IDLE_TICK_S) and not self._checked:
                     self._checked = True
                     self._engine.check_invariants()
             if self._pausing and not self._inbox and not self._stopping:
                 self._condition.wait(WAITING_TICK_S)
+                self._time.idle_until(self._clock.monotonic())
             if self._stopping:
                 return None
             if not self._busy:
                 # An idle tick may be half a second old: the age of the first step starts here.
                 self._beat_at = self._clock.monotonic()
+                self._time.idle_until(self._beat_at)
             self._busy = True
             self._checked = False
             commands, self._inbox = self._inbox, []
@@ -230,6 +247,13 @@ class EngineLoop:
         events = self._engine.take_kv_events()
         return [events] if events.snapshot or events.stored or events.removed else []
 
+    def _share_time(self, token_count: int) -> list[ChoiceCost]:
+        # What lies between two steps is part of the later one; a step that computed nothing is idle.
+        if token_count:
+            return self._engine.take_costs(self._time.busy_until(self._beat_at))
+        self._time.idle_until(self._beat_at)
+        return self._engine.take_costs(0.0)
+
     def _note_step(self, seconds: float) -> None:
         mean = self._mean_step_s
         self._mean_step_s = seconds if mean == 0.0 else mean + _MEAN_WEIGHT * (seconds - mean)
@@ -241,6 +265,7 @@ class EngineLoop:
             pending.rejections.extend(report.rejections)
             pending.step_seconds.extend(report.step_seconds)
             pending.cache.extend(report.cache)
+            pending.costs.extend(report.costs)
             self._pending = dataclasses.replace(
                 pending, stats=report.stats or pending.stats, failed=pending.failed or report.failed
             )

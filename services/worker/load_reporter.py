@@ -20,8 +20,10 @@ from services.common.errors import MillraceError
 from services.common.metrics import Metrics
 from services.worker import wire
 from services.worker.cache_board import CacheBoard
+from services.worker.config import WorkerRole
 from services.worker.engine.outputs import EngineStats
 from services.worker.engine_loop import EngineLoop
+from services.worker.prefill_rate import PrefillRate
 from services.worker.requests import RequestTable
 
 WATCH_PERIOD_S = 1.0
@@ -29,11 +31,16 @@ WATCH_COALESCE_S = 0.005
 LEASE_S = 5.0
 # Block counts change each step; only a change of this part of the pool is worth a message of its own.
 _BLOCK_STEPS = 32
+_ROLES: dict[WorkerRole, common_pb2.WorkerRole.ValueType] = {
+    WorkerRole.AGGREGATED: common_pb2.WORKER_ROLE_AGGREGATED,
+    WorkerRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: common_pb2.WORKER_ROLE_DECODE,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Who this worker is and what it can hold."""
+    """Who this worker is and what it can hold; `kv_token_bytes` is what a token takes in a transfer."""
 
     instance: str
     model: common_pb2.ModelRef
@@ -41,6 +48,8 @@ class WorkerIdentity:
     max_num_seqs: int
     block_size: int
     block_count: int
+    role: WorkerRole = WorkerRole.AGGREGATED
+    kv_token_bytes: int = 0
 
 
 class LoadBoard:
@@ -55,6 +64,7 @@ class LoadBoard:
         self._engine = engine
         self._clock = clock
         self._stats: EngineStats | None = None
+        self._prefill_rate = PrefillRate()
         self._changed = asyncio.Event()
         self._shown: tuple[object, ...] = ()
         self._sequence = 0
@@ -85,6 +95,7 @@ class LoadBoard:
     def update(self, stats: EngineStats, step_seconds: list[float]) -> None:
         """Take the engine's newest counts and how long its steps took."""
         self._stats = stats
+        self._prefill_rate.note(stats, step_seconds)
         self._metrics.update(stats, step_seconds)
 
     def touch(self) -> None:
@@ -112,7 +123,7 @@ class LoadBoard:
             sequence=self._sequence,
             model=identity.model,
             pool=pool_ref(identity.pool),
-            role=common_pb2.WORKER_ROLE_AGGREGATED,
+            role=_ROLES[identity.role],
             free_slot_count=self.free_slots(),
             free_block_count=self.free_blocks(),
             block_size=identity.block_size,
@@ -123,6 +134,9 @@ class LoadBoard:
             draining=self.draining,
             ready=self.ready,
             in_flight_count=len(self._table.unfinished()),
+            kv_token_byte_count=identity.kv_token_bytes,
+            suspect_count=self._table.suspect_count,
+            prefill_rate_token_count=self._prefill_rate.per_second,
         )
         age = self._engine.progress_age()
         if age is not None:

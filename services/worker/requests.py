@@ -112,6 +112,11 @@ class RequestTable:
         """Blocks that prompts not yet started will take."""
         return sum(s.facts.prompt_block_count for s in self._streams.values() if not s.started and not s.ended)
 
+    @property
+    def suspect_count(self) -> int:
+        """Requests that still run and that two workers died with."""
+        return sum(stream.facts.suspect and not stream.ended for stream in self._streams.values())
+
     def attached_gateways(self) -> tuple[str, ...]:
         """Gateways with a live stream, sorted."""
         return tuple(sorted(name for name, link in self.links.items() if link.attached))

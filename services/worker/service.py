@@ -15,12 +15,14 @@ from millrace.common.v1 import admission_pb2
 from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 from opentelemetry import trace
 
+from services.common.admission_types import SUSPECT_DEATHS
 from services.common.clock import Clock
 from services.common.errors import NotFound
 from services.common.lifecycle import crash_point
 from services.common.telemetry import traceparent_of
 from services.worker import wire
 from services.worker.attach import GatewayHub
+from services.worker.config import WorkerRole
 from services.worker.engine.engine_config import EngineError, NeverFitsError
 from services.worker.engine.request import EngineRequest
 from services.worker.load_reporter import LoadBoard, WorkerIdentity
@@ -159,6 +161,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def _check_state(self, request: worker_service_pb2.SubmitRequest) -> None:
         entry, card = request.entry, self._model.card
+        if self._identity.role is WorkerRole.PREFILL:
+            raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_WRONG_ROLE, "The worker prefills for its peers only.")
         if self._board.draining:
             raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_DRAINING, "The worker is draining.")
         if not self._board.ready:
@@ -194,6 +198,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         except EngineError as error:
             raise _Refused(worker_service_pb2.SUBMIT_REFUSAL_INVALID, f"{error}.") from None
         older = self._table.get(entry.request_id)
+        if len(entry.lost_workers) >= SUSPECT_DEATHS and self._table.suspect_count and older is None:
+            raise _Refused(NO_ROOM, "Another suspect of poison runs here.")
         freed = older.slot_count if older is not None else 0
         wanted = min(len(request.choices), self._identity.max_num_seqs)
         if wanted > self._board.free_slots() + freed:
@@ -219,4 +225,5 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             prompt_token_count=len(engine_request.prompt_token_ids),
             prompt_block_count=self._prompt_blocks(engine_request),
             traceparent=traceparent_of(trace.get_current_span()) or entry.traceparent,
+            claimed_at=request.claim_time if request.HasField("claim_time") else None,
         )

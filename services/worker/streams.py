@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from google.protobuf import timestamp_pb2
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
+from services.common.admission_types import SUSPECT_DEATHS
 from services.worker import wire
 from services.worker.engine.outputs import EngineOutput, TokenLogprobs
 from services.worker.engine.request import FinishReason
@@ -23,7 +25,10 @@ _POSITION_BYTES = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What stays true of one attempt. `entry` has no prompt tokens; `prompt_block_count` is the prompt's room."""
+    """What stays true of one attempt. `entry` has no prompt tokens; `prompt_block_count` is the prompt's room.
+
+    `claimed_at` is when a router claimed it, by its clock.
+    """
 
     request_id: str
     attempt: int
@@ -33,6 +38,12 @@ class RequestFacts:
     prompt_token_count: int
     prompt_block_count: int
     traceparent: str
+    claimed_at: timestamp_pb2.Timestamp | None = None
+
+    @property
+    def suspect(self) -> bool:
+        """Two workers died with it in hand."""
+        return len(self.entry.lost_workers) >= SUSPECT_DEATHS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,7 +220,10 @@ class RequestStream:
         """Unsent events, holding at most `limit` positions; returns them and the positions used."""
         events: list[worker_service_pb2.Event] = []
         if not self._accepted_sent:
-            self._event(events).accepted.SetInParent()
+            accepted = self._event(events).accepted
+            accepted.SetInParent()
+            if self.facts.claimed_at is not None:
+                accepted.claim_time.CopyFrom(self.facts.claimed_at)
             self._accepted_sent = True
         if self.started and not self._started_sent:
             self._event(events).started.cached_token_count = self.cached_token_count

@@ -15,7 +15,7 @@ from google.protobuf import timestamp_pb2
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
-from services.common.admission_types import FinishResult, Pool, Terminal
+from services.common.admission_types import SHADOW_TENANT, FinishResult, Pool, Terminal
 from services.common.clock import Clock
 from services.common.errors import MillraceError
 from services.common.lifecycle import crash_point
@@ -38,6 +38,7 @@ def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wa
     facts, entry = stream.facts, stream.facts.entry
     counts = stream.acked_counts()
     delivered = sum(counts)
+    pays = delivered > 0 and entry.tenant != SHADOW_TENANT
     prompt, cached = facts.prompt_token_count, stream.cached_token_count
     event = usage_event_pb2.UsageEvent(
         request_id=facts.request_id,
@@ -51,7 +52,7 @@ def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wa
         terminal_state=common_pb2.TERMINAL_STATE_FAILED,
         error_reason="GATEWAY_LOST",
         delivered=wire.token_usage(prompt, cached, delivered),
-        billed=wire.token_usage(prompt, cached, delivered) if delivered else common_pb2.TokenUsage(),
+        billed=wire.token_usage(prompt, cached, delivered) if pays else common_pb2.TokenUsage(),
         attempt=facts.attempt,
         epoch=facts.epoch,
         worker_instance=worker_instance,
@@ -60,6 +61,8 @@ def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wa
         choice_token_counts=counts,
     )
     marks = stream.marks
+    if facts.claimed_at is not None:
+        event.times.claim_time.CopyFrom(facts.claimed_at)
     event.times.submit_time.CopyFrom(_timestamp(marks.submit))
     if marks.start is not None:
         event.times.start_time.CopyFrom(_timestamp(marks.start))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import socket
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ import redis.asyncio as aioredis
 import structlog
 from millrace.worker.v1 import worker_service_pb2_grpc
 
+from services.common.admission_scripts import pool_key, store_errors
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool, WorkerRecord
 from services.common.clock import Clock, SystemClock
@@ -40,6 +42,7 @@ from services.worker.runtime.tier_store import TierStore
 from services.worker.service import WorkerService
 from services.worker.streams import Failure
 from services.worker.terminals import TerminalWriter
+from services.worker.usage_reports import AttemptLog, UsageReporter
 
 SERVICE_NAME = "millrace.worker.v1.WorkerService"
 CALLERS = {
@@ -77,6 +80,7 @@ class WorkerParts:
     canary_token_id: int
     service: WorkerService
     tiers: TierStore | None
+    reporter: UsageReporter
 
 
 class WorkerApp:
@@ -117,7 +121,7 @@ class WorkerApp:
         identity = self.parts.identity
         model = identity.model
         return WorkerRecord(
-            identity.instance, self.address, model.model, model.version, identity.pool, role="aggregated"
+            identity.instance, self.address, model.model, model.version, identity.pool, role=identity.role.value
         )
 
     async def start(self) -> None:
@@ -150,6 +154,7 @@ class WorkerApp:
             await asyncio.to_thread(parts.tiers.close)
         if len(parts.terminals):
             await parts.terminals.flush()
+        await parts.reporter.flush(last=True)
         if self._metrics_server is not None:
             await self._metrics_server.close()
         if parts.redis is not None:
@@ -180,6 +185,7 @@ class WorkerApp:
         self._spawn("lease", self._lease.run())
         self._spawn("sweep", parts.hub.sweep())
         self._spawn("terminals", parts.terminals.run())
+        self._spawn("usage", parts.reporter.run())
         structlog.get_logger().info("worker_ready", address=self.address, model=parts.identity.model.model)
 
     async def _end_streams(self, grace_s: float) -> None:
@@ -234,12 +240,14 @@ def build(
     gate = GrammarGate(engine, loaded.grammars)
     board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
     terminals = TerminalWriter(store, clock)
+    log = AttemptLog(identity.instance)
+    reporter = UsageReporter(log, _publisher(redis, identity.pool), identity, lambda: engine.time_spent, clock)
     hub = GatewayHub(
         worker_instance=identity.instance,
         table=table,
         engine=gate,
         board=board,
-        recorder=AttemptRecorder(metrics),
+        recorder=AttemptRecorder(metrics, log),
         terminals=terminals,
         clock=clock,
     )
@@ -262,10 +270,22 @@ def build(
         token_id,
         service,
         tiers,
+        reporter,
     )
     app = WorkerApp(parts)
     service.begin_drain = app.begin_drain
     return app
+
+
+def _publisher(redis: aioredis.Redis | None, pool: Pool) -> Callable[[bytes], Awaitable[None]]:
+    """Appends a report to the usage stream of `pool`; without Redis of its own a worker tells nobody."""
+
+    async def publish(report: bytes) -> None:
+        if redis is not None:
+            with store_errors():
+                await redis.xadd(pool_key(pool, "usage"), {"w": report})
+
+    return publish
 
 
 def _identity(config: WorkerConfig, loaded: LoadedModel, instance: str) -> WorkerIdentity:
@@ -277,6 +297,8 @@ def _identity(config: WorkerConfig, loaded: LoadedModel, instance: str) -> Worke
         max_num_seqs=card.max_num_seqs,
         block_size=card.block_size,
         block_count=card.block_count,
+        role=config.engine.role,
+        kv_token_bytes=math.ceil(loaded.runner.kv_layout.block_bytes / card.block_size),
     )
 
 

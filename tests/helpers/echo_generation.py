@@ -29,7 +29,7 @@ from services.gateway.app import create_app
 from services.gateway.batch_store import BatchStore, FileStore, batch_database
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.front_parts import FrontParts
-from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest
+from services.gateway.generation import ANYBODY, Generation, RouteAsk, ServedModel, TokenEvent, ValidRequest, WorkClass
 from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.limits import Limits
@@ -152,8 +152,9 @@ def logprobs_of(ids: Sequence[int], *, top: int = 0) -> tuple[common_pb2.Positio
 class ScriptedGeneration:
     """Plays its steps; a choice that was stopped says no more. Remembers all that the front did."""
 
-    def __init__(self, steps: Sequence[Step], request_id: str = REQUEST_ID) -> None:
+    def __init__(self, steps: Sequence[Step], request: ValidRequest, request_id: str = REQUEST_ID) -> None:
         self.request_id = request_id
+        self.request = request
         self.queue_position = 3
         self.cached_token_count = 0
         self.embedding = b""
@@ -222,7 +223,8 @@ class FakeGenerator:
             raise
         if self.refusal is not None:
             raise self.refusal
-        made = ScriptedGeneration(self.script(request) if callable(self.script) else self.script, self.new_id())
+        steps = self.script(request) if callable(self.script) else self.script
+        made = ScriptedGeneration(steps, request, self.new_id())
         made.cached_token_count = self.cached
         made.embedding = self.embedding_of(request)
         self.generations.append(made)
@@ -250,7 +252,7 @@ class FakeDirectory:
     def models(self) -> list[ServedModel]:
         return self._models
 
-    def resolve(self, name: str) -> ServedModel:
+    def resolve(self, name: str, ask: RouteAsk = ANYBODY) -> ServedModel:
         if not self._models:
             raise NoWorker("No worker serves any model yet.", retry_after_s=2.0)
         for model in self._models:
@@ -258,6 +260,12 @@ class FakeDirectory:
             if name in (ref.model, f"{ref.model}@{ref.version}"):
                 return model
         raise ModelNotFound(f"There is no model `{name}`.", param="model")
+
+    def aliases(self) -> list[str]:
+        return []
+
+    def place(self, model: ServedModel, tenant: str, sizes: WorkClass) -> ServedModel:
+        return model
 
 
 class MemoryResponses:

@@ -11,7 +11,7 @@ from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import WorkerRecord
+from services.common.admission_types import SUSPECT_DEATHS, WorkerRecord
 from services.common.grpc_server import GrpcServer, start_server
 from tests.helpers.admission import POOL
 
@@ -20,9 +20,16 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
     """Takes `slots` requests; `submits` are all requests it was sent, `running` those it holds."""
 
     def __init__(
-        self, instance: str, *, slots: int = 2, version: str = "1", gateways: tuple[str, ...] = ("gateway-1",)
+        self,
+        instance: str,
+        *,
+        slots: int = 2,
+        version: str = "1",
+        gateways: tuple[str, ...] = ("gateway-1",),
+        role: str = "aggregated",
     ) -> None:
         self.instance = instance
+        self.role = role
         self.slots = slots
         self.version = version
         self.gateways = list(gateways)
@@ -34,6 +41,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self.refuse_with: worker_service_pb2.SubmitRefusal.ValueType | None = None
         self.submits: list[worker_service_pb2.SubmitRequest] = []
         self.running: dict[str, int] = {}
+        self.suspects: set[str] = set()
         self.most_running = 0
         self.overbooked = 0
         self._sequence = 0
@@ -50,7 +58,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
     @property
     def record(self) -> WorkerRecord:
         assert self._server is not None
-        return WorkerRecord(self.instance, self._server.address, "echo", self.version, POOL, "aggregated")
+        return WorkerRecord(self.instance, self._server.address, "echo", self.version, POOL, self.role)
 
     async def register(self, store: AdmissionStore) -> None:
         await store.register_worker(self.record)
@@ -76,7 +84,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             sequence=self._sequence,
             model=common_pb2.ModelRef(model="echo", version=self.version),
             pool=common_pb2.PoolRef(model="echo", pool="default"),
-            role=common_pb2.WORKER_ROLE_AGGREGATED,
+            role=common_pb2.WorkerRole.Value(f"WORKER_ROLE_{self.role.upper()}"),
             free_slot_count=self.slots - sum(self.running.values()),
             free_block_count=1_000,
             block_size=16,
@@ -85,6 +93,7 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             attached_gateways=self.gateways,
             draining=self.draining,
             ready=self.ready,
+            suspect_count=len(self.suspects & self.running.keys()),
         )
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_service_pb2.WatchResponse]:
@@ -106,6 +115,8 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.SubmitRequest, context: Any
     ) -> worker_service_pb2.SubmitResponse:
         self.submits.append(request)
+        if len(request.entry.lost_workers) >= SUSPECT_DEATHS:
+            self.suspects.add(request.entry.request_id)
         if self.hang:
             await asyncio.Event().wait()
         if self.abort_with is not None:

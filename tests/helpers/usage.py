@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
+import redis.asyncio as aioredis
 import sqlalchemy as sa
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
+from services.common.admission_scripts import pool_key
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import Pool, WorkerRecord
 from services.usage import schema
 from services.usage.events import LedgerEntry, parse_event
 from services.usage.ledger import Balance, insert_entries, last_row_id, read_balances, sum_rows
@@ -93,3 +97,70 @@ def reading(store: Store) -> Reading:
         return Reading(tuple(sorted(row.request_id for row in rows)), tuple(balances))
 
     return store.read_sync(work)
+
+
+def make_attempt(
+    request_id: str,
+    tenant: str = "acme",
+    *,
+    epoch: int = 257,
+    worker: str = "worker-1",
+    attempt: int = 1,
+    tokens: tuple[int, int] = (0, 5),
+    end_time: datetime = START,
+) -> usage_event_pb2.AttemptEvent:
+    """What a worker says of an attempt that made the output tokens [start, end) of one choice in one second."""
+    event = usage_event_pb2.AttemptEvent(
+        request_id=request_id,
+        tenant=tenant,
+        attempt=attempt,
+        epoch=epoch,
+        worker_instance=worker,
+        model=common_pb2.ModelRef(model="echo", version="1"),
+        prompt_token_count=10,
+        prefill_token_count=10,
+        decode_token_count=max(0, tokens[1] - tokens[0] - 1),
+        block_milliseconds=40,
+        choices=[usage_event_pb2.ChoiceRange(choice=0, start_index=tokens[0], end_index=tokens[1])],
+    )
+    event.prefill_time.FromMilliseconds(250)
+    event.decode_time.FromMilliseconds(750)
+    event.end_time.FromDatetime(end_time)
+    return event
+
+
+def make_time(
+    sequence: int, worker: str = "worker-1", *, busy_s: int = 4, idle_s: int = 6, end_time: datetime = START
+) -> usage_event_pb2.WorkerTime:
+    """A span of a worker's time."""
+    span = usage_event_pb2.WorkerTime(
+        worker_instance=worker, sequence=sequence, model=common_pb2.ModelRef(model="echo", version="1")
+    )
+    span.busy.FromSeconds(busy_s)
+    span.idle.FromSeconds(idle_s)
+    span.start_time.FromDatetime(end_time - timedelta(seconds=busy_s + idle_s))
+    span.end_time.FromDatetime(end_time)
+    return span
+
+
+async def publish_report(client: aioredis.Redis, pool: Pool, report: usage_event_pb2.WorkerReport) -> None:
+    """As a worker does."""
+    await client.xadd(pool_key(pool, "usage"), {"w": report.SerializeToString()})
+
+
+async def know_pools(client: aioredis.Redis, *pools: Pool) -> None:
+    """Each pool has a worker, so that the usage service reads its stream."""
+    for number, pool in enumerate(pools):
+        record = WorkerRecord(f"worker-{number}", "127.0.0.1:1", "echo", "1", pool, "AGGREGATED")
+        await AdmissionStore(client).register_worker(record)
+
+
+def report_of(*parts: usage_event_pb2.AttemptEvent | usage_event_pb2.WorkerTime) -> usage_event_pb2.WorkerReport:
+    """One report of all of them."""
+    report = usage_event_pb2.WorkerReport()
+    for part in parts:
+        if isinstance(part, usage_event_pb2.AttemptEvent):
+            report.attempts.append(part)
+        else:
+            report.times.append(part)
+    return report

@@ -262,10 +262,16 @@ class GatewayClient:
         self._changed.set()
 
 
-def echo_config(*, step_ms: float = 0.5, **engine: int) -> WorkerConfig:
+def echo_config(*, step_ms: float = 0.5, **engine: object) -> WorkerConfig:
     """Settings of a small echo worker on a free port."""
     knobs = EngineSettings(**{"max_model_len": 512, "num_blocks": 512, **engine})  # type: ignore[arg-type]
     return WorkerConfig(model="echo", engine=knobs, echo_step_ms=step_ms)
+
+
+def scripted_echo(config: WorkerConfig, script: FakeScript) -> LoadedModel:
+    """The echo model of these settings, with a script instead of its step time."""
+    loaded = load_model(config)
+    return dataclasses.replace(loaded, runner=FakeModelRunner(loaded.runner.spec, script=script))
 
 
 @dataclasses.dataclass

@@ -21,8 +21,9 @@ from millrace.usage.v1 import usage_event_pb2
 from openai.types import Batch
 
 from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.lease import Lease
 from services.gateway.batch_run import BATCH_LINES
-from services.gateway.batch_runner import BatchLease
+from services.gateway.batch_runner import LEASE_S
 from services.gateway.batch_store import BatchStore, batch_database
 from services.gateway.config import GatewayConfig
 from services.gateway.limits import Limits
@@ -304,8 +305,8 @@ async def test_lines_of_a_revoked_key_are_refused(rig: Rig) -> None:
 
 
 async def test_only_the_gateway_with_the_lease_runs_a_batch(rig: Rig) -> None:
-    first = BatchLease(rig.redis, "batch_x")
-    second = BatchLease(rig.redis, "batch_x")
+    first = Lease(rig.redis, "mr:{batch_x}:batch_runner", LEASE_S)
+    second = Lease(rig.redis, "mr:{batch_x}:batch_runner", LEASE_S)
 
     assert await first.take()
     assert not await second.take()

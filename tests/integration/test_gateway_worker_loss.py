@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,44 +15,7 @@ from services.common.errors import WorkerLost
 from tests.helpers.gateway import KEY, Answer, FakeRouter, GatewayRig, read_all, running_back
 from tests.helpers.redis import RedisProcess
 from tests.helpers.worker import echo_tokens
-
-ROOT = Path(__file__).parents[2]
-
-
-class WorkerProcesses:
-    """Echo workers as processes of their own, found again by their address."""
-
-    def __init__(self, redis_url: str, folder: Path) -> None:
-        self._redis_url = redis_url
-        self._folder = folder
-        self._by_address: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str) -> None:
-        address = f"unix:{self._folder}/{name}"
-        env = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")} | {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}",
-            "MILLRACE_MODEL": "echo",
-            "MILLRACE_ECHO_STEP_MS": "5",
-            "MILLRACE_REDIS_URL": self._redis_url,
-            "MILLRACE_GRPC_LISTEN": address,
-            "MILLRACE_ENGINE": "max_model_len=2048,num_blocks=2048",
-        }
-        self._by_address[address] = subprocess.Popen(
-            [sys.executable, "-m", "services.worker"],
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    async def signal(self, store: AdmissionStore, instance: str, number: int) -> None:
-        records = {record.instance: record for record in await store.list_workers()}
-        self._by_address[records[instance].address].send_signal(number)
-
-    def stop(self) -> None:
-        for process in self._by_address.values():
-            process.kill()
-            process.wait()
+from tests.helpers.worker_processes import WorkerProcesses
 
 
 @pytest.fixture
@@ -90,7 +50,7 @@ async def test_killed_workers_lose_no_token_and_bill_none_twice(rig: GatewayRig,
     await rig.until(lambda: all(len(a.tokens.get(0, ())) >= 30 for a in answers))
     victim = owner(rig, generations[0].request_id)
 
-    await workers.signal(rig.back.parts.store, victim, signal.SIGKILL)
+    (await workers.of(rig.back.parts.store, victim)).send_signal(signal.SIGKILL)
     await asyncio.gather(*reading)
 
     for generation, answer in zip(generations, answers, strict=True):
@@ -113,7 +73,7 @@ async def test_without_resume_a_killed_worker_is_an_error_that_bills_what_was_de
     reading = asyncio.create_task(read_all(generation, answer))
     await rig.until(lambda: len(answer.tokens.get(0, ())) >= 30)
 
-    await workers.signal(rig.back.parts.store, owner(rig, generation.request_id), signal.SIGKILL)
+    (await workers.of(rig.back.parts.store, owner(rig, generation.request_id))).send_signal(signal.SIGKILL)
     await reading
 
     assert isinstance(answer.error, WorkerLost)
@@ -133,8 +93,7 @@ async def test_a_frozen_worker_is_left_and_its_late_frames_are_dropped(
     reading = asyncio.create_task(read_all(generation, answer))
     await rig.until(lambda: len(answer.tokens.get(0, ())) >= 30)
     victim = owner(rig, generation.request_id)
-    records = {record.instance: record for record in await rig.back.parts.store.list_workers()}
-    process = workers._by_address[records[victim].address]
+    process = await workers.of(rig.back.parts.store, victim)
 
     process.send_signal(signal.SIGSTOP)
     async with asyncio.timeout(30):

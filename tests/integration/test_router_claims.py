@@ -38,8 +38,10 @@ class Rig:
         self.workers: list[FakeWorker] = []
         self.routers: list[RouterApp] = []
 
-    async def worker(self, instance: str, *, slots: int = 2, version: str = "1") -> FakeWorker:
-        worker = await FakeWorker(instance, slots=slots, version=version).start()
+    async def worker(
+        self, instance: str, *, slots: int = 2, version: str = "1", role: str = "aggregated"
+    ) -> FakeWorker:
+        worker = await FakeWorker(instance, slots=slots, version=version, role=role).start()
         await worker.register(self.store)
         self.workers.append(worker)
         return worker
@@ -50,9 +52,9 @@ class Rig:
         self.routers.append(app)
         return app
 
-    async def enqueue(self, *request_ids: str, choices: int = 1, remaining_ms: int = 600_000) -> None:
+    async def enqueue(self, *request_ids: str, choices: int = 1, remaining_ms: int = 600_000, prompt: int = 10) -> None:
         for request_id in request_ids:
-            entry = make_entry(request_id)
+            entry = make_entry(request_id, prompt=prompt)
             entry.sampling.choice_count = choices
             await self.store.enqueue(POOL, entry, CAPS, remaining_ms=remaining_ms)
 
@@ -416,3 +418,81 @@ async def test_claim_and_submit_are_spans_of_the_entrys_trace(rig: Rig, spans: I
         assert format(span.context.trace_id, "032x") == trace_id
         assert span.parent is not None
         assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
+
+
+async def test_suspects_that_must_run_apart_hold_up_nobody_else(rig: Rig) -> None:
+    worker = await rig.worker("worker-1", slots=4)
+    await rig.router()
+    for number in range(40):
+        entry = make_entry(f"s{number}", attempt=3)
+        entry.lost_workers.extend(("a", "b"))
+        # None is the only one that both dead workers had.
+        await rig.client.sadd(f"mr:{{{POOL.tag}}}:lost:a", "s40")
+        await rig.client.hset(f"mr:{{{POOL.tag}}}:req:s40", "owner", "b")
+        await rig.store.enqueue(POOL, entry, CAPS, readmit=True, remaining_ms=600_000)
+    await rig.enqueue("fresh-1", "fresh-2", "fresh-3")
+
+    await until(lambda: rig.all_owned(["fresh-1", "fresh-2", "fresh-3"]))
+
+    def suspects() -> list[str]:
+        return [request_id for request_id in worker.running if request_id.startswith("s")]
+
+    assert len(suspects()) == 1
+    for left in range(40, 0, -1):
+        await until(lambda: len(suspects()) == 1)
+        worker.finish(suspects()[0])
+        assert sum(s.entry.request_id.startswith("s") for s in worker.submits) >= 41 - left
+    assert worker.overbooked == 0
+
+
+async def test_a_submit_names_the_prefill_worker_that_spares_running_answers(rig: Rig) -> None:
+    decoding = await rig.worker("decode-1", slots=9, role="decode")
+    prefilling = await rig.worker("prefill-1", slots=9, role="prefill")
+    address = prefilling.record.address
+    app = await rig.router()
+    await until(lambda: sum(e.view is not None for e in app.registry.endpoints()) == 2)
+    await rig.enqueue("idle", prompt=1_200)
+    await until(lambda: "idle" in decoding.running)
+    await until(lambda: [e.token_load for e in app.registry.endpoints()] == [0, 0])
+    assert any(e.view is not None and e.view.running_count for e in app.registry.endpoints())
+
+    await rig.enqueue("long", prompt=1_200)
+    await rig.enqueue("short", prompt=100)
+    await until(lambda: rig.all_owned(["idle", "short", "long"]))
+    await until(lambda: [e.token_load for e in app.registry.endpoints()] == [0, 0])
+    await prefilling.kill()
+    await until(lambda: sum(e.view is not None for e in app.registry.endpoints()) == 1)
+    await rig.enqueue("alone", prompt=1_200)
+    await until(lambda: rig.all_owned(["alone"]))
+
+    peers = {submit.entry.request_id: submit.prefill_peer for submit in decoding.submits}
+    assert not prefilling.submits
+    assert (peers["long"].worker_instance, peers["long"].address) == ("prefill-1", address)
+    assert {name for name, peer in peers.items() if not peer.worker_instance} == {"idle", "short", "alone"}
+    placed = app.metrics.prefill_placings_total
+    reasons = ("sooner_here", "few_tokens", "spares_running", "no_peer")
+    assert [placed.labels("echo", "1", reason)._value.get() for reason in reasons] == [1, 1, 1, 1]
+
+
+async def test_a_pool_of_prefill_workers_alone_takes_nothing_from_the_queue(rig: Rig) -> None:
+    prefilling = await rig.worker("prefill-1", role="prefill")
+    app = await rig.router()
+    await until(lambda: any(e.view is not None for e in app.registry.endpoints()))
+
+    await rig.enqueue("r1")
+    assert not await app.claims.step()
+
+    assert app.claims.held_count == 0
+    assert await rig.store.count_queued(POOL) == 1
+    assert not prefilling.submits
+
+
+async def test_what_no_decoding_worker_can_ever_take_fails_beside_prefill_workers_too(rig: Rig) -> None:
+    worker = await rig.worker("decode-1", role="decode")
+    await rig.worker("prefill-1", role="prefill")
+    worker.refuse_with = worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS
+    await rig.router()
+
+    await rig.enqueue("r1")
+
+    await until(lambda: _is_finished(rig, "r1"))

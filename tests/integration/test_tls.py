@@ -159,7 +159,7 @@ async def test_each_service_does_its_part_of_a_request_as_its_own_user(users: di
     stores = {name: AdmissionStore(client, now_ms=time) for name, client in users.items()}
     gateway, router, worker, usage = (stores[name] for name in ("gateway", "router", "worker", "usage"))
     key = KeyRecord("k", "acme", "", (), 1.0, QuotaLimits(budget_tokens=100))
-    ask = Reserve("acme", "r1", 10, 10, 20, key.limits, "k", QuotaLimits(requests_per_minute=5))
+    ask = Reserve("acme", "r1", 10, 10, 20, key.limits, "k", QuotaLimits(requests_per_minute=5), where=(POOL, "g"))
 
     await usage.raise_spent("acme", "", Spent(time.day), Spent(time.day))
     await usage.replace_keys({b"digest": key})
@@ -168,7 +168,6 @@ async def test_each_service_does_its_part_of_a_request_as_its_own_user(users: di
     assert await gateway.lookup_key(b"digest") == key
     assert await gateway.reserve(ask) is None
     await gateway.enqueue(POOL, make_entry("r1"), CAPS)
-    await gateway.set_where("acme", "r1", POOL, "g")
     await IdempotencyStore(users["gateway"]).announce("acme", "r1", "g", 5.0)
     await gateway.uptime()
     [claim] = await router.claim(POOL, "router", 1)

@@ -20,8 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sqlalchemy.exc import DataError
 
 from services.common.admission_scripts import pool_key
-from services.common.admission_store import AdmissionStore
-from services.common.admission_types import Pool, WorkerRecord
+from services.common.admission_types import Pool
 from services.common.errors import StoreUnavailable
 from services.common.metrics import Metrics
 from services.usage import consumer as consumer_module
@@ -31,7 +30,7 @@ from services.usage.store import Store, open_store
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.redis import RedisProcess
 from tests.helpers.stack import ROOT, clean_environment
-from tests.helpers.usage import Reading, insert, make_event, parse, reading
+from tests.helpers.usage import Reading, insert, know_pools, make_event, parse, reading
 
 POOL = Pool("echo")
 OTHER_POOL = Pool("echo", "batch")
@@ -45,12 +44,6 @@ CRASH_POINTS = (
     "usage.before_ack",
     "usage.after_ack",
 )
-
-
-async def know_pools(client: aioredis.Redis, *pools: Pool) -> None:
-    for number, pool in enumerate(pools):
-        record = WorkerRecord(f"worker-{number}", "127.0.0.1:1", "echo", "1", pool, "AGGREGATED")
-        await AdmissionStore(client).register_worker(record)
 
 
 async def publish(

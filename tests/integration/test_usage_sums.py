@@ -10,16 +10,19 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from click.testing import Result
 from typer.testing import CliRunner
 
 from cli.main import app as millrace
 from cli.svg_chart import Series, bar_chart
+from services.usage import schema
+from services.usage.attempts import insert_worker_rows, parse_report
 from services.usage.config import UsageConfig
 from services.usage.store import Store
 from services.usage.wiring import UsageApp, build
 from tests.helpers.redis import RedisProcess
-from tests.helpers.usage import START, insert, make_entry
+from tests.helpers.usage import START, insert, make_attempt, make_entry, make_time, report_of
 
 TOKEN = "root-token-for-tests"
 
@@ -79,6 +82,38 @@ async def test_a_price_a_statement_a_correction_and_a_report(app: UsageApp, stor
     assert all(name in report.stdout for name in names)
     bars = [e for e in ET.fromstring(chart.read_text()).iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert len(bars) == 2 * 3
+
+
+async def test_what_answers_cost_and_what_differs_is_read_by_the_command_line(app: UsageApp, store: Store) -> None:
+    insert(store, [make_entry("a1"), make_entry("a2"), make_entry("z1", "zeta")])
+    parts = [make_attempt("a1"), make_attempt("a2"), make_attempt("z1", "zeta", tokens=(0, 7)), make_time(1)]
+    rows = parse_report(report_of(*parts).SerializeToString())
+    store.write_sync(lambda connection: insert_worker_rows(connection, [rows], START))
+    span = ("--since", "2026-03-01", "--until", "2026-03-02")
+
+    done = await run(app, "price", "set", "echo", "--accelerator-hour", "36", "--from", "2026-01-01")
+    costs = await run(app, "usage", "costs", "--by", "tenant", "--format", "jsonl")
+    workers = await run(app, "usage", "workers", "--format", "csv")
+    report = await run(app, "usage", "report", "acme", "zeta", *span)
+    explained = await run(app, "usage", "reconcile", *span, "--jsonl")
+    totals = await run(app, "usage", "reconcile", *span, "--tenant", "acme")
+    store.write_sync(lambda connection: connection.execute(sa.delete(schema.ledger).where(schema.ledger.c.row_id == 1)))
+    wrong = await run(app, "usage", "reconcile", *span)
+
+    for result in (done, costs, workers, report, explained, totals):
+        assert result.exit_code == 0, result.output
+    assert done.stdout == "Set accelerator_hour of echo to 36.00 USD an hour.\n"
+    acme = json.loads(costs.stdout.splitlines()[0])
+    assert (acme["tenant"], acme["accelerator_cost"], acme["per_completed"]) == ("acme", "0.02 USD", "0.01 USD")
+    assert acme["per_million_tokens"] == "666.666667 USD"
+    assert workers.stdout.splitlines()[1] == "echo,1,1,4.000,6.000,40.0%,0.04 USD,0.06 USD"
+    assert "Cost and goodput" in report.stdout
+    assert "Workers" in report.stdout
+    [drift] = [json.loads(line) for line in explained.stdout.splitlines()]
+    assert (drift["request_id"], drift["cause"], drift["worker"], drift["ledger"]) == ("z1", "beyond stop", 7, 5)
+    assert "z1" not in totals.stdout
+    assert wrong.exit_code == 1
+    assert "a1  missing event: gateway –, worker 5, ledger –; 1 attempts told" in wrong.stdout
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.common.errors import InvalidRequest, NotFound
 from services.common.grpc_client import error_from_rpc
+from services.worker.config import WorkerRole
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.model_source import LoadedModel, load_model
 from services.worker.service import ServedModel
@@ -73,6 +74,25 @@ async def test_each_refusal_has_its_type_and_leaves_nothing(
         assert len(rig.app.parts.table) == 0
         await gateway.close()
     rig.assert_engine_empty()
+
+
+@pytest.mark.parametrize("role", [WorkerRole.PREFILL, WorkerRole.DECODE])
+async def test_a_prefill_worker_says_so_and_takes_no_requests_of_routers(role: WorkerRole) -> None:
+    async with running_worker(config=echo_config(role=role)) as rig:
+        gateway = await ready_gateway(rig)
+        call = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"))
+
+        seen = await call.read()
+        response = await gateway.submit(entry("r1"))
+
+        is_prefill = role is WorkerRole.PREFILL
+        assert seen.role == (common_pb2.WORKER_ROLE_PREFILL if is_prefill else common_pb2.WORKER_ROLE_DECODE)
+        assert (seen.kv_token_byte_count, seen.HasField("transfer_rate_byte_count")) == (8, False)
+        assert rig.app.record().role == role.value
+        assert response.accepted is not is_prefill
+        assert response.refusal == (pb.SUBMIT_REFUSAL_WRONG_ROLE if is_prefill else pb.SUBMIT_REFUSAL_UNSPECIFIED)
+        call.cancel()
+        await gateway.close()
 
 
 async def test_the_longest_request_that_fits_is_taken_and_one_token_more_is_not() -> None:
@@ -242,4 +262,28 @@ async def test_the_worker_registers_its_address_and_outlives_an_absent_redis() -
             "echo/default/0",
         )
         assert response.accepted
+        await gateway.close()
+
+
+async def test_a_second_suspect_of_poison_finds_no_room_while_others_do() -> None:
+    gate = Gate()
+    async with running_worker(script=FakeScript(before_step=gate)) as rig:
+        gateway = await ready_gateway(rig)
+        gate.open.clear()
+        first, second = entry("s1"), entry("s2")
+        for work in (first, second):
+            work.lost_workers.extend(("worker-a", "worker-b"))
+
+        assert (await gateway.submit(first)).accepted
+        refused = await gateway.submit(second)
+        assert (await gateway.submit(entry("r1"))).accepted
+        snapshot = await gateway.stub.Watch(pb.WatchRequest(router_instance="x")).read()
+        gate.open.set()
+        await gateway.finished("s1", "r1")
+
+        assert refused.refusal == pb.SUBMIT_REFUSAL_NO_ROOM
+        assert snapshot.suspect_count == 1
+        assert (await gateway.submit(second, epoch=512)).accepted
+        await gateway.finished("s2")
+        await rig.until(lambda: len(rig.app.parts.table) == 0)
         await gateway.close()

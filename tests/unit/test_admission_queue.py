@@ -428,3 +428,65 @@ async def test_a_claim_takes_no_more_than_thirty_two(store: AdmissionStore) -> N
     await enqueue(store, *(f"r{i}" for i in range(40)))
 
     assert len(await store.claim(POOL, "router-1", 1_000)) == 32
+
+
+async def own_all(store: AdmissionStore, worker: str, *request_ids: str) -> None:
+    """Claim what waits and let `worker` run it."""
+    claims = await store.claim(POOL, "router-1", 32)
+    assert sorted(ids(claims)) == sorted(request_ids)
+    await store.own(POOL, [Ownership(c.entry.request_id, c.claim_number << 8, worker) for c in claims])
+
+
+async def lose(store: AdmissionStore, request_id: str, *workers: str) -> Queued | Refusal:
+    entry = make_entry(request_id, attempt=len(workers) + 1)
+    entry.lost_workers.extend(workers)
+    return await store.enqueue(POOL, entry, CAPS, readmit=True, remaining_ms=600_000)
+
+
+async def test_the_only_request_that_two_dead_workers_ran_is_poison_and_is_parked(
+    store: AdmissionStore, redis_client: aioredis.Redis
+) -> None:
+    await enqueue(store, "r1", "r2")
+    await own_all(store, "a", "r1", "r2")
+    assert isinstance(await lose(store, "r1", "a"), Queued)
+    await own_all(store, "b", "r1")
+    assert isinstance(await lose(store, "r2", "a"), Queued)
+
+    verdict = await lose(store, "r1", "a", "b")
+
+    assert verdict == Refusal("POISONED", 0)
+    terminal = make_terminal("r1", state=common_pb2.TERMINAL_STATE_FAILED)
+    terminal.event.error_reason = "POISONED"
+    await store.finish(POOL, [terminal])
+    [(_, parked)] = await redis_client.xrange(f"mr:{{{POOL.tag}}}:parked")
+    assert parked == {b"r": b"r1", b"w": b"a b", b"e": terminal.event.SerializeToString()}
+
+
+@pytest.mark.parametrize("order", [("r1", "r2"), ("r2", "r1")])
+async def test_of_several_that_two_dead_workers_ran_each_gets_a_third_try_and_none_a_fourth(
+    store: AdmissionStore, order: tuple[str, str]
+) -> None:
+    await enqueue(store, "r1", "r2", "r3")
+    await own_all(store, "a", "r1", "r2", "r3")
+    for request_id in ("r1", "r2", "r3"):
+        await lose(store, request_id, "a")
+    await own_all(store, "b", "r1", "r2", "r3")
+    await store.finish(POOL, [make_terminal("r3")])
+
+    again = [await lose(store, request_id, "a", "b") for request_id in order]
+    await own_all(store, "c", "r1", "r2")
+
+    assert all(isinstance(answer, Queued) for answer in again)
+    assert await lose(store, "r1", "a", "b", "c") == Refusal("POISONED", 0)
+
+
+async def test_a_request_that_ended_well_under_the_second_worker_is_no_suspect(store: AdmissionStore) -> None:
+    await enqueue(store, "r1", "r2")
+    await own_all(store, "a", "r1", "r2")
+    for request_id in ("r1", "r2"):
+        await lose(store, request_id, "a")
+    await own_all(store, "b", "r1", "r2")
+
+    await store.finish(POOL, [make_terminal("r2")])
+
+    assert await lose(store, "r1", "a", "b") == Refusal("POISONED", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 import redis.asyncio as aioredis
@@ -166,7 +167,7 @@ async def test_a_stalled_stream_gets_its_reservation_back(
 
 async def test_a_place_is_known_to_its_tenant_until_it_is_settled(store: AdmissionStore) -> None:
     pool = Pool("org/model-7b", "long", 2)
-    await store.set_where("acme", "r1", pool, "gateway-1")
+    await store.reserve(dataclasses.replace(ask("r1"), where=(pool, "gateway-1")))
 
     assert await store.get_where("acme", "r1") == (pool, "gateway-1")
     assert await store.get_where("other", "r1") is None
@@ -183,8 +184,7 @@ async def test_a_tenant_that_would_leave_its_slot_is_refused(store: AdmissionSto
 async def test_idle_tenants_keep_nothing_but_what_they_spent(
     store: AdmissionStore, redis_client: aioredis.Redis
 ) -> None:
-    await store.reserve(ask("r1", limits=QuotaLimits()))
-    await store.set_where("acme", "r1", POOL, "gateway-1")
+    await store.reserve(dataclasses.replace(ask("r1", limits=QuotaLimits()), where=(POOL, "gateway-1")))
     await store.settle("acme", "r1", 8, 8)
 
     lasting = [key for key in await redis_client.keys("*") if await redis_client.ttl(key) == -1]

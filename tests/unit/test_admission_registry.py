@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import redis.asyncio as aioredis
-from redis.commands.core import AsyncScript
 
+from services.common.admission_scripts import ScriptRunner
 from services.common.admission_store import AdmissionStore, usage_stream
 from services.common.admission_types import KeyRecord, Ownership, Pool, QuotaLimits, Reserve, WorkerRecord
 from services.common.errors import StoreUnavailable
 from services.common.redis_client import connect
+from services.common.redis_pipeline import Arg
 from services.common.streams import UsageStream
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_store, make_terminal, open_budget
 from tests.helpers.redis import RedisProcess
@@ -85,14 +86,14 @@ def hash_slot(key: bytes) -> int:
 
 
 async def test_every_key_of_every_script_is_in_one_slot(
-    store: AdmissionStore, redis_client: aioredis.Redis, monkeypatch: pytest.MonkeyPatch
+    redis_client: aioredis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spans: list[set[int]] = []
-    real = AsyncScript.__call__
+    real = ScriptRunner.run
 
-    async def spy(self: AsyncScript, keys: Sequence[str] = (), args: Sequence[Any] = (), client: Any = None) -> Any:
+    async def spy(self: ScriptRunner, name: str, keys: Sequence[str], *args: Arg | None) -> Any:
         async with redis_client.monitor() as monitor:
-            result = await real(self, keys, args, client)
+            result = await real(self, name, keys, *args)
             await redis_client.echo("end of script")
             touched = set()
             while "end of script" not in (command := (await monitor.next_command())["command"]):
@@ -100,7 +101,8 @@ async def test_every_key_of_every_script_is_in_one_slot(
         spans.append({hash_slot(key.encode()) for key in (*touched, *keys)})
         return result
 
-    monkeypatch.setattr(AsyncScript, "__call__", spy)
+    monkeypatch.setattr(ScriptRunner, "run", spy)
+    store = make_store(redis_client, StoreTime())
     limits = QuotaLimits(9, 99, 9, 99, 99, 99, 99, 99, 99, 99)
     ask = Reserve("acme", "r1", 5, 5, 5, limits, "key-1", limits, (1, 2))
     await open_budget(store, date(2026, 3, 1), "acme", "key-1")

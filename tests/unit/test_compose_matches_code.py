@@ -23,7 +23,7 @@ DOCKER = ROOT / "deploy" / "docker"
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 CONTAINERS: dict[str, dict[str, Any]] = COMPOSE["services"]
 SERVICES = ("gateway", "router", "usage", "worker")
-OURS = {name: name.removesuffix("-gpu") for name in CONTAINERS if name.removesuffix("-gpu") in SERVICES}
+OURS = {name: name.partition("-")[0] for name in CONTAINERS if name.partition("-")[0] in SERVICES}
 VARIABLE = re.compile(r"\$\{([A-Z_]+)(?::-([^}]*))?\}")
 IMAGES_BY_SCRIPT = re.search(r"known=\(([^)]*)\)", (ROOT / "deploy/airgap/build-base-images.sh").read_text())
 
@@ -62,7 +62,15 @@ def seconds(text: str) -> int:
 def test_the_compose_file_has_every_service_once() -> None:
     assert sorted(set(OURS.values())) == sorted(SERVICES)
     assert {name for name in CONTAINERS if not CONTAINERS[name].get("profiles")} == {*SERVICES, "redis"}
-    assert {profile for c in CONTAINERS.values() for profile in c.get("profiles", [])} == {"gpu", "observability"}
+    profiles = {profile for c in CONTAINERS.values() for profile in c.get("profiles", [])}
+    assert profiles == {"disaggregated", "gpu", "observability"}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_container_of_each_role_has_it(role: str) -> None:
+    config = load(config_class("worker"), environment(f"worker-{role}"))
+
+    assert config.engine.role.value == role
 
 
 @pytest.mark.parametrize("container", OURS)

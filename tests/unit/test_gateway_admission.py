@@ -35,6 +35,7 @@ from services.gateway.live_requests import LiveTable
 from services.gateway.outbox import Outbox
 from services.gateway.publisher import UsagePublisher
 from services.gateway.store_effects import StoreEffects
+from services.gateway.targets import LatencyTargets
 from services.gateway.worker_pool import WorkerPool
 
 KEY = KeyRecord("key-1", "acme", "web", (), 2.0, QuotaLimits())
@@ -67,9 +68,6 @@ class FakeStore:
     async def settle(self, tenant: str, request_id: str, computed_tokens: int, billed_tokens: int) -> None:
         self.settled.append((request_id, computed_tokens, billed_tokens))
         self.reserved.pop(request_id, None)
-
-    async def set_where(self, tenant: str, request_id: str, pool: Pool, gateway_instance: str) -> None:
-        return
 
     async def enqueue(
         self, pool: Pool, entry: admission_pb2.AdmissionEntry, caps: PoolCaps, **options: int
@@ -129,7 +127,7 @@ class Rig:
             self.table,
             self.others,
             self.others,
-            AdmissionSettings("gateway-1", b"platform secret", PoolCaps()),
+            AdmissionSettings("gateway-1", b"platform secret", PoolCaps(), LatencyTargets()),
             self.metrics,
             gate=lambda: self.closed,
         )

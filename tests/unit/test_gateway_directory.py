@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -119,6 +120,16 @@ async def test_the_default_version_stays_while_somebody_serves_it() -> None:
     assert directory.resolve("m").card.model.version == "2"
     with pytest.raises(NoWorker):
         directory.resolve("m@1")
+
+
+async def test_a_version_that_workers_only_prefill_is_not_served() -> None:
+    directory = make_directory()
+    async with serving(CardWorker("m", "1")) as [record]:
+        await directory.update([dataclasses.replace(record, role="prefill")])
+        assert directory.models() == []
+        await directory.update([record])
+
+    assert len(directory.models()) == 1
 
 
 async def test_an_unknown_name_differs_from_one_that_nobody_serves_now() -> None:

@@ -127,7 +127,8 @@ async def outcome(path: str, body: dict[str, Any]) -> tuple[HttpAnswer, str]:
 
     generator = FakeGenerator(script)
     answer = await front(generator, served(template=TEMPLATE)).ask("POST", path, body)
-    names = [field.name for field in dataclasses.fields(ValidRequest) if field.name != "model"]
+    fields = (field.name for field in dataclasses.fields(ValidRequest))
+    names = [name for name in fields if name not in ("model", "request_id", "again")]
     seen = [[getattr(request, name) for name in names] for _, request in generator.requests]
     return answer, f"{seen} {answer.body.decode()}"
 

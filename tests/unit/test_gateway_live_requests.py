@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import pytest
 from millrace.common.v1 import admission_pb2, common_pb2
@@ -12,14 +13,28 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
 from services.common.errors import DeadlineExceeded, Draining, GatewayLost, Internal
 from services.common.metrics import Metrics
+from services.gateway.generation import ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_metrics import RequestMeter
 from services.gateway.requests import Own, Readmit, RequestCore, RequestLimits
+from services.gateway.targets import parse_targets
+from tests.helpers.echo_generation import served
 from tests.helpers.fake_clock import FakeClock
 
+REQUEST = ValidRequest(
+    model=served(),
+    prompt_token_ids=array("I", [1, 2, 3]),
+    sampling=common_pb2.SamplingParams(choice_count=1, max_token_count=50),
+    stop=(),
+    priority_class=common_pb2.PRIORITY_CLASS_INTERACTIVE,
+    resume_policy=common_pb2.RESUME_POLICY_RESUME,
+    timeout_s=60.0,
+)
 LABELS = ("echo", "1", "interactive", "short", "acme")
+
+TARGETS = parse_targets("interactive/short=500:50:10000")
 
 
 class RecordingEffects:
@@ -67,10 +82,10 @@ class Rig:
         entry = admission_pb2.AdmissionEntry(request_id=request_id, tenant="acme", token_ids=[1, 2, 3], attempt=1)
         key = KeyRecord("k", "acme", "", (), 1.0, QuotaLimits())
         now = self.clock.monotonic()
-        facts = RequestFacts(key, Pool("echo"), entry, ClientLabels(), trace.INVALID_SPAN, now)
+        facts = RequestFacts(key, Pool("echo"), entry, REQUEST, ClientLabels(), trace.INVALID_SPAN, now)
         values = {"choice_count": 1, "max_token_count": 50, "deadline": now + 60, **limits}
         core = RequestCore(RequestLimits(**values), now=now)  # type: ignore[arg-type]
-        live = LiveRequest(facts, core, self.table, RequestMeter(self.metrics, LABELS, now))
+        live = LiveRequest(facts, core, self.table, RequestMeter(self.metrics, LABELS, now, TARGETS))
         self.table.add(live)
         return live
 
@@ -264,7 +279,7 @@ async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:
 
     rig.table.on_worker_lost("worker-a")
 
-    assert rig.effects.readmitted == [Readmit(2)]
+    assert rig.effects.readmitted == [Readmit(2, lost=("worker-a",))]
 
 
 async def test_the_budget_is_renewed_once_at_a_time(rig: Rig) -> None:
@@ -278,3 +293,28 @@ async def test_the_budget_is_renewed_once_at_a_time(rig: Rig) -> None:
     rig.frame("r", 2, 3)
 
     assert rig.effects.budget_asks == [40]
+
+
+async def test_the_event_says_how_long_the_client_waited_and_whether_that_met_the_targets(rig: Rig) -> None:
+    good, slow, left = rig.add("good"), rig.add("slow"), rig.add("left")
+    for live in (good, slow, left):
+        rig.frame(live.request_id, 0, 1, 2, 3)
+        assert await anext(live.events())
+    rig.clock.jump(0.25)
+    for live in (good, slow, left):
+        live.mark_delivered(0, 1)
+    rig.clock.jump(0.08)
+    good.mark_delivered(0, 3)
+    rig.clock.jump(0.08)
+    slow.mark_delivered(0, 3)
+
+    completed, cancelled = common_pb2.TERMINAL_STATE_COMPLETED, common_pb2.TERMINAL_STATE_CANCELLED
+    for live, state in ((good, completed), (slow, completed), (left, cancelled)):
+        await live.finish(state, common_pb2.FINISH_REASON_STOP)
+
+    events = [record.event.latency for record in rig.effects.published]
+    assert [event.first_token.ToMilliseconds() for event in events] == [250, 250, 250]
+    assert [event.per_token.ToMilliseconds() for event in events] == [40, 80, 0]
+    assert [event.whole.ToMilliseconds() for event in events] == [410, 410, 410]
+    assert (events[0].targets_met, events[1].targets_met) == (True, False)
+    assert not events[2].HasField("targets_met")

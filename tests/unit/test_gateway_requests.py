@@ -7,10 +7,10 @@ from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.common.admission_types import RequestPhase, RequestRecord
-from services.common.errors import DeadlineExceeded, EngineError, SlowReader, WorkerLost
+from services.common.errors import DeadlineExceeded, EngineError, Poisoned, SlowReader, Superseded, WorkerLost
 from services.gateway.requests import Binding, Own, Readmit, Reattach, RequestCore, RequestLimits, SendCancel
 
-A, B = "worker-a", "worker-b"
+A, B, C = "worker-a", "worker-b", "worker-c"
 
 
 def make_core(**limits: object) -> RequestCore:
@@ -135,7 +135,7 @@ def test_a_worker_lost_before_the_first_token_starts_over() -> None:
 
     actions = core.on_worker_lost(A, 2.0)
 
-    assert actions == [SendCancel(A, 257), Readmit(2)]
+    assert actions == [SendCancel(A, 257), Readmit(2, lost=(A,))]
     assert core.on_event(A, delta(257, 2, 3), 3.0) == [SendCancel(A, 257)], "the old epoch is fenced"
 
 
@@ -149,7 +149,7 @@ def test_a_worker_lost_in_mid_stream_resumes_after_what_was_received() -> None:
 
     actions = core.on_worker_lost(A, 2.0)
 
-    assert actions[-1] == Readmit(2, ((0, (1, 2, 3)), (2, ())))
+    assert actions[-1] == Readmit(2, ((0, (1, 2, 3)), (2, ())), lost=(A,))
     core.on_event(B, delta(512, 3, 4, choice=0, finish=common_pb2.FINISH_REASON_STOP), 3.0)
     assert drain(core) == [3, 4]
 
@@ -174,27 +174,40 @@ def test_an_answer_that_is_complete_survives_its_worker() -> None:
     assert core.done
 
 
-def test_the_request_common_to_two_deaths_fails() -> None:
+def test_every_worker_that_dies_with_a_request_is_told_to_the_store() -> None:
+    core = make_core()
+    core.on_event(A, accepted(257), 1.0)
+    assert core.on_worker_lost(A, 2.0)[-1] == Readmit(2, lost=(A,))
+    core.on_event(B, accepted(512), 3.0)
+    assert core.on_event(B, failed(512, "ENGINE_ERROR", retryable=True), 4.0)[-1] == Readmit(3, lost=(A, B))
+    actions = core.on_record(
+        record(RequestPhase.OWNED, epoch=768, attempt=3, worker_instance=C), 5.0, worker_alive=False
+    )
+
+    assert actions[-1] == Readmit(4, lost=(A, B, C))
+
+
+def test_what_the_store_calls_poison_fails_and_is_never_admitted_again() -> None:
     core = make_core()
     core.on_event(A, accepted(257), 1.0)
     core.on_worker_lost(A, 2.0)
-    core.on_event(B, accepted(512), 3.0)
 
-    core.on_worker_lost(B, 4.0)
+    core.on_poisoned()
 
-    assert isinstance(core.error, WorkerLost)
+    assert isinstance(core.error, Poisoned)
+    assert core.on_worker_lost(A, 3.0) == []
 
 
 def test_the_third_attempt_is_the_last() -> None:
     core = make_core()
     for number in (1, 2):
         core.on_event(A, accepted(number << 8), 1.0)
-        assert core.on_event(A, failed(number << 8, "ENGINE_ERROR", retryable=True), 1.0)[-1] == Readmit(number + 1)
+        assert core.on_event(A, failed(number << 8, "SUPERSEDED", retryable=True), 1.0)[-1] == Readmit(number + 1)
     core.on_event(A, accepted(3 << 8), 1.0)
 
-    core.on_event(A, failed(3 << 8, "ENGINE_ERROR", retryable=True), 1.0)
+    core.on_event(A, failed(3 << 8, "SUPERSEDED", retryable=True), 1.0)
 
-    assert isinstance(core.error, EngineError)
+    assert isinstance(core.error, Superseded)
 
 
 def test_workers_that_leave_in_order_use_up_no_attempt() -> None:
@@ -309,7 +322,7 @@ def test_an_unbound_request_whose_owner_is_gone_is_admitted_again() -> None:
 
     actions = core.on_record(record(RequestPhase.OWNED), 2.0, worker_alive=False)
 
-    assert actions == [Readmit(2)]
+    assert actions == [Readmit(2, lost=(A,))]
     assert core.on_event(A, accepted(257), 3.0) == [SendCancel(A, 257)]
 
 

@@ -28,6 +28,8 @@ def make_view(
     draining: bool = False,
     ready: bool = True,
     gateways: tuple[str, ...] = ("gateway-1",),
+    suspects: int = 0,
+    **fields: int,
 ) -> View:
     return View.of(
         worker_service_pb2.WatchResponse(
@@ -41,6 +43,8 @@ def make_view(
             attached_gateways=gateways,
             draining=draining,
             ready=ready,
+            suspect_count=suspects,
+            **fields,
         )
     )
 
@@ -51,8 +55,16 @@ def make_endpoint(instance: str = "worker-1", *, view: View | None = None, now: 
     return endpoint
 
 
-def needs(request_id: str = "r1", *, choices: int = 1, prompt: int = 10, gateway: str = "gateway-1") -> Needs:
+def needs(
+    request_id: str = "r1",
+    *,
+    choices: int = 1,
+    prompt: int = 10,
+    gateway: str = "gateway-1",
+    lost: tuple[str, ...] = (),
+) -> Needs:
     entry = make_entry(request_id, prompt=prompt, gateway=gateway)
+    entry.lost_workers.extend(lost)
     entry.sampling.choice_count = choices
     return Needs.of(entry)
 
@@ -208,3 +220,25 @@ def test_a_reserved_worker_is_kept_for_the_request_that_waits() -> None:
     assert policy.choose(large, [endpoint], 0.1) is endpoint
     endpoint.debit(large)
     assert endpoint.reserved_for is None
+
+
+def test_suspects_run_one_a_worker_where_the_fewest_run_and_others_beside_them() -> None:
+    policy = RoutingPolicy(random.Random(0))
+    busy, idle, taken = (
+        make_endpoint("busy", view=make_view(in_flight=3)),
+        make_endpoint("idle"),
+        make_endpoint("taken", view=make_view(suspects=1)),
+    )
+    endpoints = [busy, idle, taken]
+    suspects = [needs(f"s{i}", lost=("a", "b")) for i in range(3)]
+
+    first = policy.choose(suspects[0], endpoints, 0.0)
+    assert first is idle
+    policy.placed(suspects[0], first, 0.0)
+    second = policy.choose(suspects[1], endpoints, 0.0)
+    assert second is busy
+    policy.placed(suspects[1], second, 0.0)
+
+    assert policy.choose(suspects[2], endpoints, 0.0) is None
+    assert policy.choose(needs("fresh"), endpoints, 0.0) is not None
+    assert policy.choose(needs("once", lost=("a",)), [taken], 0.0) is taken

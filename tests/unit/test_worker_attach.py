@@ -21,6 +21,7 @@ from services.worker.load_reporter import LoadBoard, LoadMetrics, WorkerIdentity
 from services.worker.requests import Abort, RequestTable
 from services.worker.streams import Failure, RequestFacts, RequestStream
 from services.worker.terminals import TerminalWriter
+from services.worker.usage_reports import AttemptLog
 from services.worker.wire import engine_request
 from tests.helpers.fake_clock import FakeClock, settle
 from tests.helpers.worker import RememberingStore, entry
@@ -67,7 +68,7 @@ class Bench:
         self.terminals = TerminalWriter(self.store, self.clock)
         self.hub = GatewayHub(
             worker_instance="worker-1", table=self.table, engine=self.engine, board=board,  # type: ignore[arg-type]
-            recorder=AttemptRecorder(metrics), terminals=self.terminals, clock=self.clock,
+            recorder=AttemptRecorder(metrics, AttemptLog("worker-1")), terminals=self.terminals, clock=self.clock,
         )  # fmt: skip
         self.frames: list[pb.AttachResponse] = []
         self.inbox: asyncio.Queue[pb.AttachRequest | None] = asyncio.Queue()

@@ -10,7 +10,14 @@ import pytest
 
 from services.common.config import ConfigError, load
 from services.common.lifecycle import StartupError
-from services.worker.config import EngineSettings, SpeculationSetting, WorkerConfig, parse_engine, parse_name
+from services.worker.config import (
+    EngineSettings,
+    SpeculationSetting,
+    WorkerConfig,
+    WorkerRole,
+    parse_engine,
+    parse_name,
+)
 from services.worker.model_source import load_model, manifest_digest
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +32,11 @@ def test_engine_knobs_come_from_one_line() -> None:
         max_num_seqs=8, max_model_len=4096, dtype="float32", gpu_memory_utilization=0.25, num_blocks=10, threads=2
     )
     assert parse_engine("") == EngineSettings()
+
+
+def test_the_role_is_chosen_in_the_same_line() -> None:
+    assert parse_engine("").role is WorkerRole.AGGREGATED
+    assert parse_engine("role=prefill,max_num_seqs=4").role is WorkerRole.PREFILL
 
 
 def test_speculation_is_chosen_in_the_same_line() -> None:
@@ -51,6 +63,7 @@ def test_the_echo_model_takes_prompt_lookup_and_refuses_a_draft_model() -> None:
         ("speculation=draft:", "speculation"),
         ("speculation=ngram:3", "speculation"),
         ("speculation=self:0", "speculation"),
+        ("role=both", "role"),
         ("max_draft_count=0", "max_draft_count"),
         ("max_num_seqs", "max_num_seqs"),
         ("max_num_sqs=3", "max_num_sqs"),

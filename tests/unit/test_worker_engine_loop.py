@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -68,6 +69,10 @@ class Rig:
         return sum(len(o.token_ids) for r in self.reports for o in r.outputs if o.key.request_id == request_id)
 
 
+def hits(rig: Rig) -> int:
+    return rig.engine.stats(0.0).prefix_hit_token_total
+
+
 def request(request_id: str, *, max_tokens: int = 10, prompt: int = 3) -> EngineRequest:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1)
     return EngineRequest(request_id, 1, np.arange(prompt, dtype=np.int32), sampling)
@@ -89,6 +94,24 @@ async def test_a_submitted_request_comes_back_whole(rig: Rig) -> None:
 
     assert rig.finished("r1") is FinishReason.LENGTH
     assert rig.token_count("r1") == 10
+
+
+async def test_shares_of_steps_and_idle_time_sum_to_the_wall_clock(rig: Rig) -> None:
+    rig.before = lambda: time.sleep(0.002)
+    since = rig.loop.time_spent
+    for n in range(12):
+        rig.loop.submit(request(f"r{n}", max_tokens=3 + n, prompt=1 + 20 * (n % 3)))
+        await rig.until(lambda n=n: rig.finished(f"r{n}") is not None if n % 4 == 3 else True)  # type: ignore[misc]
+    await rig.until(lambda: all(rig.finished(f"r{n}") is not None for n in range(12)))
+    await rig.loop.stop()
+    spent = rig.loop.time_spent
+
+    costs = [cost for report in rig.reports for cost in report.costs]
+    shares = sum(cost.prefill_seconds + cost.decode_seconds for cost in costs)
+    assert shares > 12 * 0.002
+    assert shares + spent.idle_s - since.idle_s == pytest.approx(spent.until - since.until, rel=0.01)
+    assert sorted(cost.decode_token_count for cost in costs) == [n + 2 for n in range(12)]
+    assert sum(cost.prefill_token_count for cost in costs) == sum(1 + 20 * (n % 3) for n in range(12)) - hits(rig)
 
 
 async def test_an_abort_ends_the_request_as_cancelled(rig: Rig) -> None:

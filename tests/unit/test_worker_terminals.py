@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.admission_types import Pool
+from services.common.admission_types import SHADOW_TENANT, Pool
 from services.common.metrics import Metrics
 from services.worker import attempt_records
 from services.worker.attempt_records import AttemptRecorder
@@ -19,6 +19,7 @@ from services.worker.engine.outputs import EngineOutput
 from services.worker.engine.request import FinishReason, RequestKey
 from services.worker.streams import Failure, RequestFacts, RequestStream
 from services.worker.terminals import BATCH, TerminalWriter, gateway_lost_terminal
+from services.worker.usage_reports import AttemptLog
 from tests.helpers.fake_clock import FakeClock, settle
 from tests.helpers.worker import RememberingStore, entry
 
@@ -57,6 +58,18 @@ def test_delivered_is_what_was_acknowledged_and_computed_is_what_was_made() -> N
     assert event.billed.completion_token_count == 9
     assert event.attempt == 2
     assert event.times.end_time.seconds == int(WALL + 9)
+
+
+def test_a_mirrored_request_of_a_lost_gateway_bills_nothing() -> None:
+    stream = stream_of("r1")
+    stream.facts.entry.tenant = SHADOW_TENANT
+    produce(stream, 0, 10, at=WALL + 1)
+    stream.ack([4])
+
+    event = gateway_lost_terminal(stream, worker_instance="worker-1", now_wall=WALL + 9).event
+
+    assert event.billed == common_pb2.TokenUsage()
+    assert event.delivered.completion_token_count == 4
 
 
 def test_a_request_that_never_started_costs_and_computes_nothing() -> None:
@@ -102,7 +115,7 @@ def test_an_attempt_leaves_prefill_and_decode_under_the_submits_span(exported: I
     produce(stream, 0, 1, at=WALL + 3)
     produce(stream, 0, 4, at=WALL + 7, finish=FinishReason.LENGTH)
 
-    AttemptRecorder(Metrics()).record(stream)
+    AttemptRecorder(Metrics(), AttemptLog("worker-1")).record(stream)
 
     spans: dict[str, ReadableSpan] = {span.name: span for span in exported.get_finished_spans()}
     assert set(spans) == {"worker.prefill", "worker.decode"}
@@ -123,7 +136,7 @@ def test_a_failed_prefill_leaves_its_span_with_the_reason_and_no_decode(exported
     produce(stream, 0, 0, at=WALL + 1)
     stream.fail(Failure("ENGINE_ERROR", "x", retryable=True), WALL + 2)
 
-    AttemptRecorder(Metrics()).record(stream)
+    AttemptRecorder(Metrics(), AttemptLog("worker-1")).record(stream)
 
     (span,) = exported.get_finished_spans()
     assert span.name == "worker.prefill"
@@ -134,6 +147,6 @@ def test_an_attempt_that_never_started_leaves_no_span(exported: InMemorySpanExpo
     stream = stream_of("r1")
     stream.fail(Failure("DRAINING", "x", retryable=True), WALL + 2)
 
-    AttemptRecorder(Metrics()).record(stream)
+    AttemptRecorder(Metrics(), AttemptLog("worker-1")).record(stream)
 
     assert exported.get_finished_spans() == ()

@@ -1,5 +1,6 @@
 -- ARGV: now id class tenant cost weight deadline remaining gateway attempt readmit event entry, caps: requests tokens
--- bytes tenant_requests predicted_wait_ms. Returns {entry id, position}, or {'', reason, retry_after_ms}.
+-- bytes tenant_requests predicted_wait_ms, and the workers that died with the request in hand, oldest first.
+-- Returns {entry id, position}, or {'', reason, retry_after_ms}.
 local id, class, tenant, cost, weight = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local attempt, readmit, body = tonumber(ARGV[10]), ARGV[11] == '1', ARGV[13]
 local r = read(id)
@@ -9,6 +10,28 @@ if r then
     local first = call('HMGET', req(id), 'admitted', 'position')
     return {first[1] or '0-0', tonumber(first[2] or '0')}
   end
+end
+
+-- The request that two dead workers had in common is what they died of. Where they had several, each of those runs apart
+-- from the others, and a third death names the one.
+local dead = {}
+for worker in string.gmatch(ARGV[19], '%S+') do dead[#dead + 1] = worker end
+
+local function one_of_several()
+  for _, other in ipairs(call('SMEMBERS', P .. 'lost:' .. dead[1])) do
+    local owner, lost, terminal = unpack(call('HMGET', req(other), 'owner', 'lost', 'terminal'))
+    local had = owner == dead[2] or string.find(' ' .. (lost or '') .. ' ', ' ' .. dead[2] .. ' ', 1, true)
+    if other ~= id and had and terminal ~= '1' then return true end
+  end
+end
+
+if #dead > 0 then
+  if #dead > 2 or (#dead == 2 and not one_of_several()) then
+    if r then call('HSET', req(id), 'lost', ARGV[19]) end
+    return {'', 'POISONED', 0}
+  end
+  call('SADD', P .. 'lost:' .. dead[#dead], id)
+  call('PEXPIRE', P .. 'lost:' .. dead[#dead], FINISHED_TTL_MS)
 end
 
 local function refuse(reason, wait)
@@ -81,6 +104,6 @@ if deadline == 0 then deadline = now + 3600000 end
 call('HSET', req(id), 'state', 'queued', 'stream', stream, 'entry', entry, 'cls', class, 'tenant', tenant,
   'cost', cost, 'size', #body, 'weight', weight, 'charged', r and r.charged or 0, 'claims', claims,
   'epoch', attempt > 1 and claims * 256 or 0, 'deadline', deadline, 'since', now, 'gw', ARGV[9], 'attempt', attempt,
-  'event', ARGV[12], 'owner', '', 'admitted', entry, 'position', behind)
+  'event', ARGV[12], 'owner', '', 'lost', ARGV[19], 'admitted', entry, 'position', behind)
 call('HSET', LIVE, id, ARGV[9])
 return {entry, behind}

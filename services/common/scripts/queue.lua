@@ -2,13 +2,14 @@
 --   q (counters)  tq (counters by tenant)  req:<id>  live (id -> gateway)  w:<class>:<tenant> (streams, group g)
 --   act:<class> (tenant, virtual time) of tenants with fresh entries; vt:<class> of the others
 --   age:<class> (fresh entries by admission)  lease (<class>|<tenant>|<entry>|<claim number>, expiry)
---   usage, unsettled, bell
+--   lost:<worker> (requests that it died with)  parked (stream of what POISONED ended)  usage, unsettled, bell
 -- Re-admitted entries are in w:front:<tenant> with an expired lease, so they are served before fresh ones.
 local Q, T, LEASE, LIVE = P .. 'q', P .. 'tq', P .. 'lease', P .. 'live'
 local NAMES = {'state', 'stream', 'entry', 'claim', 'cls', 'tenant', 'cost', 'size', 'weight', 'charged', 'epoch',
   'claims', 'deadline', 'since', 'attempt', 'terminal', 'computed', 'billed'}
 local FINISHED_TTL_MS = 1800000
 local EXPIRED_STATE = 4
+local MAX_PARKED = 1000
 
 local function req(id) return P .. 'req:' .. id end
 
@@ -91,6 +92,10 @@ local function finish(r, t)
     'billed', t.billed, 'reason', t.reason, 'epoch', math.max(t.epoch, r and tonumber(r.epoch) or 0))
   call('PEXPIRE', key, FINISHED_TTL_MS)
   call('HDEL', LIVE, t.id)
+  if t.reason == 'POISONED' then
+    local lost = call('HGET', key, 'lost') or ''
+    call('XADD', P .. 'parked', 'MAXLEN', '~', MAX_PARKED, '*', 'r', t.id, 'w', lost, 'e', t.event)
+  end
   call('XADD', P .. 'usage', '*', 'e', t.event)
   call('ZADD', P .. 'unsettled', now, t.id)
   return {1, t.state, t.tenant, t.computed, t.billed}

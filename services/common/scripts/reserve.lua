@@ -1,6 +1,7 @@
--- ARGV: now id key prompt output lease price_in price_out, limits of the tenant, limits of the key (empty = none).
+-- ARGV: now id key prompt output lease price_in price_out where, limits of the tenant, limits of the key (empty = none).
 -- Returns {} or {reason, retry_after_ms, scope, limit}. Tokens/min count whole seconds, so a bucket counts until its last
 -- millisecond is 60 s old. A budget whose spending is not known (Redis was lost) admits nothing until it is.
+local WHERE_S = 86400
 local id, key, lease = ARGV[2], ARGV[3], tonumber(ARGV[6])
 local r = {
   second = second, input = tonumber(ARGV[4]), output = tonumber(ARGV[5]), budget = 0, price_in = tonumber(ARGV[7]),
@@ -83,7 +84,7 @@ local function over_budget(scope, l)
 end
 
 local scopes = scopes_of(key)
-for n, l in ipairs(limits_at(9, scopes)) do
+for n, l in ipairs(limits_at(10, scopes)) do
   local refusal = over_rate(scopes[n], l) or over_budget(scopes[n], l)
   if refusal then return refusal end
 end
@@ -99,4 +100,5 @@ for _, scope in ipairs(scopes) do
   end
 end
 hold(id, r, lease)
+if ARGV[9] ~= '' then call('SET', P .. 'where:' .. id, ARGV[9], 'EX', WHERE_S) end
 return {}

@@ -20,6 +20,7 @@ from services.worker.engine.proposer import Proposer, Speculation
 from services.worker.engine.request import EngineRequest
 from services.worker.engine.request_checks import check_fits, check_request
 from services.worker.engine.scheduler import Scheduler
+from services.worker.engine.step_costs import ChoiceCost, StepCosts
 
 
 class Engine:
@@ -50,6 +51,7 @@ class Engine:
         if tiers is not None:
             spilled = SpilledBlocks(tiers, runner.kv_layout, block_size=runner.spec.block_size)
         self._scheduler = Scheduler(runner.spec, config, speculation=speculation, spilled=spilled)
+        self._costs = StepCosts()
         self._is_broken = False
 
     def add_request(self, request: EngineRequest, *, now: float) -> None:
@@ -90,6 +92,7 @@ class Engine:
         if decision.scheduled or decision.released:
             result = self._runner.execute(decision)
         outputs = self._scheduler.update(decision, result, now=now)
+        self._costs.note(decision, result, outputs)
         self._is_broken = False
         return outputs
 
@@ -97,10 +100,16 @@ class Engine:
         """How long the last step took: what a target for the step time is held by."""
         self._scheduler.note_step_time(seconds)
 
+    def take_costs(self, seconds: float) -> list[ChoiceCost]:
+        """Share the `seconds` that the last step took among what it computed; returns the choices that ended in it."""
+        return self._costs.take(seconds)
+
     def fail_all(self, error: str) -> list[EngineOutput]:
         """End every choice with ERROR, free everything and empty the cache; the engine can then go on."""
         self._is_broken = False
-        return self._scheduler.fail_all(error)
+        outputs = self._scheduler.fail_all(error)
+        self._costs.end(outputs)
+        return outputs
 
     def take_remote_prefills(self) -> list[RemotePrefill]:
         """What to ask peers for, since the last call. Each must be answered by `kv_received` or `kv_failed`."""

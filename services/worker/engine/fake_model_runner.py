@@ -34,6 +34,12 @@ def echo_token(request_id: str, choice: int, index: int, *, vocab_size: int) -> 
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % vocab_size
 
 
+def weighed_token(weights: bytes, prompt_token_ids: Sequence[int], index: int, *, vocab_size: int) -> int:
+    """Output token `index` as a model's would be: the same for each request of a prompt, another by other weights."""
+    text = weights + np.asarray([*prompt_token_ids, index], dtype="<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % vocab_size
+
+
 def echo_embedding(prompt_token_ids: Sequence[int]) -> bytes:
     """Embedding of a prompt, 16 little-endian float32 at unit length: a hash of the tokens and nothing else."""
     text = np.asarray(prompt_token_ids, dtype="<u4").tobytes()
@@ -55,7 +61,8 @@ class FakeScript:
 
     `before_step` runs first in every step: it may sleep (latency, a stall) or raise (a device fault). `row_error` is
     asked with (key, output index) for each sampled token and fails that row alone. When a row computes the whole of
-    `magic_prompt`, `on_magic` is called: it may end the process. `verify` checks block tables against the shadow.
+    `magic_prompt`, `on_magic` is called: it may end the process. `verify` checks block tables against the shadow. With
+    `weights`, answers follow from them and the prompt, as a greedy model's do, and not from the request's id.
     """
 
     before_step: Callable[[SchedulerOutput], None] = _nothing
@@ -63,6 +70,7 @@ class FakeScript:
     magic_prompt: tuple[int, ...] = ()
     on_magic: Callable[[], None] | None = None
     verify: bool = False
+    weights: bytes = b""
 
 
 class _Sequence:
@@ -158,7 +166,7 @@ class FakeModelRunner:
             error = self._script.row_error(row.key, index)
             if error is not None:
                 return SampledRow(error=error)
-            token_id = echo_token(row.key.request_id, row.key.choice, index, vocab_size=self._spec.vocab_size)
+            token_id = self._token(row.key, sequence, index)
             tokens.append(token_id)
             sequence.length += 1
             if self._script.verify:
@@ -166,6 +174,12 @@ class FakeModelRunner:
             if position < row.draft_count and drafts[position] != token_id:
                 break
         return SampledRow(tuple(tokens), self._logprobs(tokens, sequence), prompt_logprobs)
+
+    def _token(self, key: RequestKey, sequence: _Sequence, index: int) -> int:
+        vocab_size = self._spec.vocab_size
+        if self._script.weights:
+            return weighed_token(self._script.weights, sequence.prompt.tolist(), index, vocab_size=vocab_size)
+        return echo_token(key.request_id, key.choice, index, vocab_size=vocab_size)
 
     def _logprobs(self, tokens: list[int], sequence: _Sequence) -> tuple[TokenLogprobs, ...]:
         if sequence.sampling.logprob_count is None:

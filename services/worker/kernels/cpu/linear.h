@@ -2,6 +2,8 @@
 // Each (row, output) is one chain of operations in ascending input order, so the number of rows beside it cannot
 // change a bit. Integer dot products are exact; every group of 32 inputs is scaled and added in float, in order.
 #pragma once
+#include <type_traits>
+
 #include "simd.h"
 
 namespace mr {
@@ -82,35 +84,80 @@ static void tile_f32(const uint8_t* data, const Rows& rows, size_t row, float* o
     for (int r = 0; r < MR; r++) store(out + r * LANES, sums[r]);
 }
 
+// Groups of one panel as a tile reads them: four weights of each of 16 outputs a quad, eight quads a group.
+// `Packed` takes them from where they are stored; `Unpacked` holds a stretch of them ready for many rows.
+template <bool FOUR>
+struct Packed {
+    static constexpr size_t BYTES = FOUR ? Q4_BYTES : Q8_BYTES;
+    const uint8_t* data;
+    const uint8_t* quads(int group) const { return data + group * BYTES; }
+    const uint16_t* halves(int group) const { return (const uint16_t*)(quads(group) + (FOUR ? 256 : 512)); }
+    V scale(int group) const { return load_half(halves(group)); }
+    V minimum(int group) const { return load_half(halves(group) + LANES); }
+    // A hint that is harmless beyond the end: what comes next arrives while this stretch is multiplied.
+    void fetch(int group) const {
+        for (size_t at = 0; at < BYTES; at += 64) _mm_prefetch((const char*)quads(group) + at, _MM_HINT_T0);
+    }
 #if defined(__AVX512VNNI__)
-static inline __m512i quad(const int8_t* p) {
+    __m512i quad(int group, int j) const {
+        if (!FOUR) return _mm512_loadu_si512(quads(group) + j * 64);
+        __m512i pair = _mm512_loadu_si512(quads(group) + j % 4 * 64);
+        return _mm512_and_si512(j < 4 ? pair : _mm512_srli_epi16(pair, 4), _mm512_set1_epi8(15));
+    }
+#else
+    // Nibbles of half a quad: of the four-bit quads j and j + 4, or of the eight-bit quad j.
+    __m256i low(int group, int j, int half) const {
+        __m256i both = _mm256_loadu_si256((const __m256i*)(quads(group) + j * 64 + half * 32));
+        return _mm256_and_si256(both, _mm256_set1_epi8(15));
+    }
+    __m256i high(int group, int j, int half) const {
+        __m256i both = _mm256_loadu_si256((const __m256i*)(quads(group) + j * 64 + half * 32));
+        return _mm256_and_si256(_mm256_srli_epi16(both, 4), _mm256_set1_epi8(15));
+    }
+#endif
+};
+
+constexpr int STRETCH = 18;  // groups unpacked at once: with the rows of a tile they fit the first-level cache
+
+#if defined(__AVX512VNNI__)
+static inline __m512i quad_of(const int8_t* p) {
     int32_t four;
     memcpy(&four, p, 4);
     return _mm512_set1_epi32(four);
 }
-template <int MR, bool FOUR>
-static void tile_int(const uint8_t* data, const Rows& rows, size_t row, float* out) {
-    const int groups = rows.inputs / GROUP;
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const int8_t* bytes = rows.bytes + row * rows.inputs;
+template <bool FOUR>
+struct Unpacked {
+    alignas(64) uint8_t bytes[STRETCH * 8 * 64];
+    alignas(64) float scales[STRETCH * LANES], minima[STRETCH * LANES];
+    V scale(int group) const { return load(scales + group * LANES); }
+    V minimum(int group) const { return load(minima + group * LANES); }
+    __m512i quad(int group, int j) const { return _mm512_load_si512(bytes + (group * 8 + j) * 64); }
+    void fill(const Packed<FOUR>& from, int groups) {
+        for (int g = 0; g < groups; g++) {
+            from.fetch(g + STRETCH);
+            for (int j = 0; j < 8; j++) _mm512_store_si512(bytes + (g * 8 + j) * 64, from.quad(g, j));
+            store(scales + g * LANES, from.scale(g));
+            if (FOUR) store(minima + g * LANES, from.minimum(g));
+        }
+    }
+};
+// Adds the products of MR rows with `groups` groups, from the row's group `first` on, to out (MR, 16).
+template <int MR, bool FOUR, typename Source>
+static void tile_int(const Source& source, int first, int groups, const Rows& rows, size_t row, float* out) {
+    const int all = rows.inputs / GROUP;
     V sums[MR];
     for (int r = 0; r < MR; r++) sums[r] = load(out + r * LANES);
-    for (int g = 0; g < groups; g++, data += FOUR ? Q4_BYTES : Q8_BYTES) {
+    for (int g = 0; g < groups; g++) {
         __m512i w[8];
-        for (int j = 0; j < (FOUR ? 4 : 8); j++) {
-            __m512i packed = _mm512_loadu_si512(data + j * 64);
-            w[j] = FOUR ? _mm512_and_si512(packed, nibble) : packed;
-            if (FOUR) w[j + 4] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
-        }
-        V scale = load_half((const uint16_t*)(data + (FOUR ? 256 : 512)));
-        V minimum = FOUR ? load_half((const uint16_t*)(data + 288)) : scale;
+        for (int j = 0; j < 8; j++) w[j] = source.quad(g, j);
+        V scale = source.scale(g), minimum = FOUR ? source.minimum(g) : scale;
 #pragma GCC unroll 16
         for (int r = 0; r < MR; r++) {
-            const int8_t* a = bytes + (size_t)r * rows.inputs + g * GROUP;
-            size_t slot = (row + r) * groups + g;
+            const int8_t* a = rows.bytes + (row + r) * rows.inputs + (first + g) * GROUP;
+            size_t slot = (row + r) * all + first + g;
             __m512i dot = FOUR ? _mm512_setzero_si512() : _mm512_set1_epi32(rows.offsets[slot]);
 #pragma GCC unroll 8
-            for (int j = 0; j < 8; j++) dot = _mm512_dpbusd_epi32(dot, w[j], quad(a + 4 * j));
+            for (int j = 0; j < 8; j++) dot = _mm512_dpbusd_epi32(dot, w[j], quad_of(a + 4 * j));
             sums[r] = fma(V{_mm512_cvtepi32_ps(dot)}, mul(scale, splat(rows.scales[slot])), sums[r]);
             if (FOUR) sums[r] = fma(minimum, splat(rows.scaled_sums[slot]), sums[r]);
         }
@@ -118,61 +165,92 @@ static void tile_int(const uint8_t* data, const Rows& rows, size_t row, float* o
     for (int r = 0; r < MR; r++) store(out + r * LANES, sums[r]);
 }
 #else
-static inline __m256i quad(const int8_t* p) {
+static inline __m256i quad_of(const int8_t* p) {
     int32_t four;
     memcpy(&four, p, 4);
     return _mm256_set1_epi32(four);
 }
-static inline __m256i pair_dot(__m256i sum, __m256i weights, const int8_t* p) {
-    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, quad(p)));
-}
-// Eight outputs of the panel. Nibbles keep the 16-bit sums of a whole group below 8 × 2 × 15 × 127 = 30,480.
-template <int MR, bool FOUR>
-static void half_int(const uint8_t* data, const Rows& rows, size_t row, float* out, int half) {
-    const int groups = rows.inputs / GROUP;
-    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
-    const int8_t* bytes = rows.bytes + row * rows.inputs;
-    __m256 sums[MR];
-    for (int r = 0; r < MR; r++) sums[r] = _mm256_loadu_ps(out + r * LANES + half * 8);
-    for (int g = 0; g < groups; g++, data += FOUR ? Q4_BYTES : Q8_BYTES) {
-        __m256i low16[MR], high16[MR];
-        for (int r = 0; r < MR; r++) low16[r] = high16[r] = _mm256_setzero_si256();
-        for (int j = 0; j < (FOUR ? 4 : 8); j++) {
-            __m256i packed = _mm256_loadu_si256((const __m256i*)(data + j * 64 + half * 32));
-            __m256i low = _mm256_and_si256(packed, nibble);
-            __m256i high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble);
-#pragma GCC unroll 8
-            for (int r = 0; r < MR; r++) {
-                const int8_t* a = bytes + (size_t)r * rows.inputs + g * GROUP + 4 * j;
-                low16[r] = pair_dot(low16[r], low, a);
-                if (FOUR)
-                    low16[r] = pair_dot(low16[r], high, a + 16);
-                else
-                    high16[r] = pair_dot(high16[r], high, a);
-            }
-        }
-        const uint16_t* halves = (const uint16_t*)(data + (FOUR ? 256 : 512)) + half * 8;
-        __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves));
-        __m256 minimum = FOUR ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(halves + 16))) : scale;
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) {
-            size_t slot = (row + r) * groups + g;
-            __m256i dot = _mm256_madd_epi16(low16[r], ones);
-            if (!FOUR) {
-                dot = _mm256_add_epi32(dot, _mm256_madd_epi16(high16[r], sixteens));
-                dot = _mm256_add_epi32(dot, _mm256_set1_epi32(rows.offsets[slot]));
-            }
-            __m256 factor = _mm256_mul_ps(scale, _mm256_set1_ps(rows.scales[slot]));
-            sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), factor, sums[r]);
-            if (FOUR) sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(rows.scaled_sums[slot]), sums[r]);
+template <bool FOUR>
+struct Unpacked {
+    static constexpr int PAIRS = FOUR ? 4 : 8;
+    alignas(64) uint8_t lows[STRETCH * PAIRS * 64], highs[STRETCH * PAIRS * 64];
+    alignas(64) float scales[STRETCH * LANES], minima[STRETCH * LANES];
+    V scale(int group) const { return load(scales + group * LANES); }
+    V minimum(int group) const { return load(minima + group * LANES); }
+    static size_t at(int group, int j, int half) { return (size_t)(group * PAIRS + j) * 64 + half * 32; }
+    __m256i low(int group, int j, int half) const {
+        return _mm256_load_si256((const __m256i*)(lows + at(group, j, half)));
+    }
+    __m256i high(int group, int j, int half) const {
+        return _mm256_load_si256((const __m256i*)(highs + at(group, j, half)));
+    }
+    void fill(const Packed<FOUR>& from, int groups) {
+        for (int g = 0; g < groups; g++) {
+            from.fetch(g + STRETCH);
+            for (int j = 0; j < PAIRS; j++)
+                for (int half = 0; half < 2; half++) {
+                    _mm256_store_si256((__m256i*)(lows + at(g, j, half)), from.low(g, j, half));
+                    _mm256_store_si256((__m256i*)(highs + at(g, j, half)), from.high(g, j, half));
+                }
+            store(scales + g * LANES, from.scale(g));
+            if (FOUR) store(minima + g * LANES, from.minimum(g));
         }
     }
-    for (int r = 0; r < MR; r++) _mm256_storeu_ps(out + r * LANES + half * 8, sums[r]);
-}
-template <int MR, bool FOUR>
-static void tile_int(const uint8_t* data, const Rows& rows, size_t row, float* out) {
-    half_int<MR, FOUR>(data, rows, row, out, 0);
-    half_int<MR, FOUR>(data, rows, row, out, 1);
+};
+// Adds the products of MR rows with `groups` groups, from the row's group `first` on, to out (MR, 16). Nibbles keep the
+// 16-bit sums of a whole group below 8 × 2 × 15 × 127 = 30,480. The multiplier is the bound: one product a cycle.
+template <int MR, bool FOUR, typename Source>
+static void tile_int(const Source& source, int first, int groups, const Rows& rows, size_t row, float* out) {
+    constexpr int PAIRS = FOUR ? 4 : 8, HALVES = FOUR ? 2 : 1;  // so many outputs at once as registers hold
+    const int all = rows.inputs / GROUP;
+    const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
+    for (int start = 0; start < 2; start += HALVES)
+        for (int g = 0; g < groups; g++) {
+            const int8_t* a = rows.bytes + row * rows.inputs + (size_t)(first + g) * GROUP;
+            __m256i low16[MR][HALVES], high16[MR][HALVES];
+#pragma GCC unroll 8
+            for (int j = 0; j < PAIRS; j++) {
+                __m256i low[HALVES], high[HALVES];
+                for (int h = 0; h < HALVES; h++) {
+                    low[h] = source.low(g, j, start + h);
+                    high[h] = source.high(g, j, start + h);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < MR; r++) {
+                    const __m256i x = quad_of(a + (size_t)r * rows.inputs + 4 * j);
+                    const __m256i y = FOUR ? quad_of(a + (size_t)r * rows.inputs + 16 + 4 * j) : x;
+#pragma GCC unroll 2
+                    for (int h = 0; h < HALVES; h++) {
+                        __m256i by_low = _mm256_maddubs_epi16(low[h], x), by_high = _mm256_maddubs_epi16(high[h], y);
+                        low16[r][h] = j ? _mm256_add_epi16(low16[r][h], by_low) : by_low;
+                        if (FOUR)
+                            low16[r][h] = _mm256_add_epi16(low16[r][h], by_high);
+                        else
+                            high16[r][h] = j ? _mm256_add_epi16(high16[r][h], by_high) : by_high;
+                    }
+                }
+            }
+            const V scales = source.scale(g), minima = FOUR ? source.minimum(g) : scales;
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) {
+                const size_t slot = (row + r) * all + first + g;
+                const __m256 row_scale = _mm256_set1_ps(rows.scales[slot]);
+#pragma GCC unroll 2
+                for (int h = 0; h < HALVES; h++) {
+                    float* at = out + r * LANES + (start + h) * 8;
+                    const __m256 scale = start + h ? scales.b : scales.a, minimum = start + h ? minima.b : minima.a;
+                    __m256i dot = _mm256_madd_epi16(low16[r][h], ones);
+                    if (!FOUR) {
+                        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(high16[r][h], sixteens));
+                        dot = _mm256_add_epi32(dot, _mm256_set1_epi32(rows.offsets[slot]));
+                    }
+                    __m256 sum = _mm256_loadu_ps(at);
+                    sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, row_scale), sum);
+                    if (FOUR) sum = _mm256_fmadd_ps(minimum, _mm256_set1_ps(rows.scaled_sums[slot]), sum);
+                    _mm256_storeu_ps(at, sum);
+                }
+            }
+        }
 }
 #endif
 
@@ -188,22 +266,50 @@ static void tile_kept(const Linear& m, int panel, const Rows& rows, size_t row, 
     }
 }
 
-template <int MR>
-static void tile_any(const Linear& m, int panel, const Rows& rows, size_t row, float* out) {
-    const uint8_t* data = m.data + panel * panel_bytes(m);
-    if (m.format == F32) return tile_f32<MR>(data, rows, row, out);
-    tile_kept<MR>(m, panel, rows, row, out);
-    if (m.format == Q4)
-        tile_int<MR, true>(data, rows, row, out);
-    else
-        tile_int<MR, false>(data, rows, row, out);
-}
-
 #if defined(__AVX512F__)
 constexpr int TILE = 8;
 #else
 constexpr int TILE = 4;
 #endif
+constexpr int ROW_RUN = 64;  // rows that share the reading of a panel
+
+// Calls `body` with the size of each tile, as a constant, and its first row.
+template <typename F>
+static inline void each_tile(int count, F body) {
+    int row = 0;
+    for (; row + TILE <= count; row += TILE) body(std::integral_constant<int, TILE>{}, row);
+    for (; row + 2 <= count; row += 2) body(std::integral_constant<int, 2>{}, row);
+    if (row < count) body(std::integral_constant<int, 1>{}, row);
+}
+
+template <bool FOUR>
+static void panel_int(const Linear& m, int panel, const Rows& rows, size_t row, int count, float* out) {
+    Packed<FOUR> packed{m.data + panel * panel_bytes(m)};
+    const int groups = rows.inputs / GROUP;
+    each_tile(count, [&](auto size, int r) { tile_kept<size>(m, panel, rows, row + r, out + r * LANES); });
+    if (count <= TILE) {
+        each_tile(count, [&](auto size, int r) {
+            tile_int<size, FOUR>(packed, 0, groups, rows, row + r, out + r * LANES);
+        });
+        return;
+    }
+    Unpacked<FOUR> stretch;
+    for (int first = 0; first < groups; first += STRETCH, packed.data += STRETCH * Packed<FOUR>::BYTES) {
+        const int length = groups - first < STRETCH ? groups - first : STRETCH;
+        stretch.fill(packed, length);
+        each_tile(count, [&](auto size, int r) {
+            tile_int<size, FOUR>(stretch, first, length, rows, row + r, out + r * LANES);
+        });
+    }
+}
+
+// Product of `count` <= ROW_RUN rows with one panel, into out (count, 16).
+static inline void panel_product(const Linear& m, int panel, const Rows& rows, size_t row, int count, float* out) {
+    if (m.format == Q4) return panel_int<true>(m, panel, rows, row, count, out);
+    if (m.format == Q8) return panel_int<false>(m, panel, rows, row, count, out);
+    const uint8_t* data = m.data + panel * panel_bytes(m);
+    each_tile(count, [&](auto size, int r) { tile_f32<size>(data, rows, row + r, out + r * LANES); });
+}
 
 // One weight of a quantised panel.
 static inline float weight_at(const Linear& m, int panel, int lane, int input) {
@@ -215,13 +321,6 @@ static inline float weight_at(const Linear& m, int panel, int lane, int input) {
     if (!four) return scale * (float)((int)group[i / 4 * 64 + lane * 4 + i % 4] - 128);
     const uint8_t pair = group[i % 16 / 4 * 64 + lane * 4 + i % 4];
     return scale * (float)(i < 16 ? pair & 15 : pair >> 4) + _cvtsh_ss(halves[LANES + lane]);
-}
-
-// Product of `count` <= TILE rows with one panel, into out (count, 16).
-static inline void tile(const Linear& m, int panel, const Rows& rows, size_t row, int count, float* out) {
-    if (count == TILE) return tile_any<TILE>(m, panel, rows, row, out);
-    for (; count >= 2; count -= 2, row += 2, out += 2 * LANES) tile_any<2>(m, panel, rows, row, out);
-    if (count) tile_any<1>(m, panel, rows, row, out);
 }
 
 }  // namespace mr

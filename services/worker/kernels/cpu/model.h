@@ -226,7 +226,7 @@ template <typename F>
 void Model::product(int phase, const Linear* m, int matrices, const Rows& rows, int count, int threads, F finish) {
     int panels = 0;
     for (int i = 0; i < matrices; i++) panels += m[i].panels;
-    const int row_step = count <= 64 ? count : 64;
+    const int row_step = count <= ROW_RUN ? count : ROW_RUN;
     const int row_tasks = (count + row_step - 1) / row_step;
     int per_task = panels * row_tasks / (threads * 6);
     per_task = per_task < 1 ? 1 : per_task > 8 ? 8 : per_task;
@@ -242,39 +242,35 @@ void Model::product(int phase, const Linear* m, int matrices, const Rows& rows, 
                 column += m[which++].outputs;
             }
             int width = m[which].outputs - local * LANES < LANES ? m[which].outputs - local * LANES : LANES;
-            alignas(64) float out[TILE * LANES];
-            for (int row = first_row; row < last_row; row += TILE) {
-                int n = last_row - row < TILE ? last_row - row : TILE;
-                tile(m[which], local, rows, row, n, out);
-                for (int r = 0; r < n; r++) finish(row + r, column + local * LANES, out + r * LANES, width);
-            }
+            alignas(64) float out[ROW_RUN * LANES];
+            panel_product(m[which], local, rows, first_row, last_row - first_row, out);
+            for (int row = first_row; row < last_row; row++)
+                finish(row, column + local * LANES, out + (row - first_row) * LANES, width);
         }
     });
 }
 
 // silu(gate) × up, two panels (one group) at a time so that the result is ready for the next product.
 inline void Model::gate_up(int phase, const Linear* m, const Rows& in, const Rows& out, int count, int threads) {
-    const int groups = d_.intermediate / GROUP, row_step = count <= 64 ? count : 64;
+    const int groups = d_.intermediate / GROUP, row_step = count <= ROW_RUN ? count : ROW_RUN;
     const int row_tasks = (count + row_step - 1) / row_step;
     (void)threads;
     tasks_.each(phase, groups * row_tasks, [&](int task) {
         const int g = task / row_tasks, first_row = task % row_tasks * row_step;
         const int last_row = first_row + row_step < count ? first_row + row_step : count;
-        alignas(64) float gate[2][TILE * LANES], up[2][TILE * LANES], group[GROUP];
-        for (int row = first_row; row < last_row; row += TILE) {
-            int n = last_row - row < TILE ? last_row - row : TILE;
-            for (int half = 0; half < 2; half++) {
-                tile(m[0], 2 * g + half, in, row, n, gate[half]);
-                tile(m[1], 2 * g + half, in, row, n, up[half]);
-            }
-            for (int r = 0; r < n; r++) {
-                for (int half = 0; half < 2; half++)
-                    store(group + half * LANES, mul(silu(load(gate[half] + r * LANES)), load(up[half] + r * LANES)));
-                if (out.values)
-                    memcpy(out.values + (size_t)(row + r) * out.inputs + g * GROUP, group, sizeof group);
-                else
-                    quantise_group(group, out, row + r, g);
-            }
+        alignas(64) float gate[2][ROW_RUN * LANES], up[2][ROW_RUN * LANES], group[GROUP];
+        for (int half = 0; half < 2; half++) {
+            panel_product(m[0], 2 * g + half, in, first_row, last_row - first_row, gate[half]);
+            panel_product(m[1], 2 * g + half, in, first_row, last_row - first_row, up[half]);
+        }
+        for (int row = first_row; row < last_row; row++) {
+            const int at = (row - first_row) * LANES;
+            for (int half = 0; half < 2; half++)
+                store(group + half * LANES, mul(silu(load(gate[half] + at)), load(up[half] + at)));
+            if (out.values)
+                memcpy(out.values + (size_t)row * out.inputs + g * GROUP, group, sizeof group);
+            else
+                quantise_group(group, out, row, g);
         }
     });
 }

@@ -71,6 +71,7 @@ class AdmissionEntry(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
+    LOST_WORKERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     key_id: _builtins.str
@@ -108,6 +109,10 @@ class AdmissionEntry(_message.Message):
 
     @_builtins.property
     def prefix(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePrefix]: ...
+    @_builtins.property
+    def lost_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers that died with this request in hand, oldest first. With two it runs apart from others like it."""
+
     def __init__(
         self,
         *,
@@ -132,10 +137,11 @@ class AdmissionEntry(_message.Message):
         deadline_ms: _builtins.int = ...,
         attempt: _builtins.int = ...,
         project: _builtins.str = ...,
+        lost_workers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "resume_policy", b"resume_policy", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "resume_policy", b"resume_policy", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -402,7 +402,9 @@ class GenerateAccepted(_message.Message):
     seed: _builtins.int
     created_unix_seconds: _builtins.int
     @_builtins.property
-    def model(self) -> _common_pb2.ModelRef: ...
+    def model(self) -> _common_pb2.ModelRef:
+        """The version chosen; GenerateCompleted names the one that ran, where the chosen one was withdrawn meanwhile."""
+
     def __init__(
         self,
         *,
@@ -549,16 +551,22 @@ class GenerateCompleted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     USAGE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _common_pb2.TokenUsage: ...
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelRef:
+        """The version that made the tokens."""
+
     def __init__(
         self,
         *,
         usage: _common_pb2.TokenUsage | None = ...,
+        model: _common_pb2.ModelRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

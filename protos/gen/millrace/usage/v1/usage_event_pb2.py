@@ -22,10 +22,12 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from millrace.common.v1 import common_pb2 as millrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#millrace/usage/v1/usage_event.proto\x12\x11millrace.usage.v1\x1a\x1fmillrace/common/v1/common.proto\"\xbc\x06\n\nUsageEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07project\x18\x03 \x01(\t\x12\x0e\n\x06key_id\x18\x04 \x01(\t\x12+\n\x05model\x18\x05 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12)\n\x04pool\x18\x06 \x01(\x0b\x32\x1b.millrace.common.v1.PoolRef\x12\x39\n\x0epriority_class\x18\x07 \x01(\x0e\x32!.millrace.common.v1.PriorityClass\x12\x35\n\x0clength_class\x18\x08 \x01(\x0e\x32\x1f.millrace.common.v1.LengthClass\x12\x39\n\x0eterminal_state\x18\t \x01(\x0e\x32!.millrace.common.v1.TerminalState\x12\x37\n\rfinish_reason\x18\n \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x14\n\x0c\x65rror_reason\x18\x0b \x01(\t\x12\x31\n\tdelivered\x18\x0c \x01(\x0b\x32\x1e.millrace.common.v1.TokenUsage\x12.\n\x06\x62illed\x18\r \x01(\x0b\x32\x1e.millrace.common.v1.TokenUsage\x12/\n\x05times\x18\x0e \x01(\x0b\x32 .millrace.common.v1.RequestTimes\x12\x0f\n\x07\x61ttempt\x18\x0f \x01(\x05\x12\r\n\x05\x65poch\x18\x10 \x01(\x03\x12\x17\n\x0fworker_instance\x18\x11 \x01(\t\x12\x18\n\x10gateway_instance\x18\x12 \x01(\t\x12\x0c\n\x04user\x18\x13 \x01(\t\x12=\n\x08metadata\x18\x14 \x03(\x0b\x32+.millrace.usage.v1.UsageEvent.MetadataEntry\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x1b\n\x13\x63hoice_token_counts\x18\x16 \x03(\x05\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#millrace/usage/v1/usage_event.proto\x12\x11millrace.usage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fmillrace/common/v1/common.proto\"\xa3\x01\n\x0cShadowReport\x12\x1a\n\x12primary_request_id\x18\x01 \x01(\t\x12\x1c\n\x14\x63ompared_token_count\x18\x02 \x01(\x05\x12\x19\n\x11\x65qual_token_count\x18\x03 \x01(\x05\x12\x16\n\x0elengths_differ\x18\x04 \x01(\x08\x12\x17\n\ndrift_nats\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_drift_nats\"\x9a\x07\n\nUsageEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07project\x18\x03 \x01(\t\x12\x0e\n\x06key_id\x18\x04 \x01(\t\x12+\n\x05model\x18\x05 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12)\n\x04pool\x18\x06 \x01(\x0b\x32\x1b.millrace.common.v1.PoolRef\x12\x39\n\x0epriority_class\x18\x07 \x01(\x0e\x32!.millrace.common.v1.PriorityClass\x12\x35\n\x0clength_class\x18\x08 \x01(\x0e\x32\x1f.millrace.common.v1.LengthClass\x12\x39\n\x0eterminal_state\x18\t \x01(\x0e\x32!.millrace.common.v1.TerminalState\x12\x37\n\rfinish_reason\x18\n \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x14\n\x0c\x65rror_reason\x18\x0b \x01(\t\x12\x31\n\tdelivered\x18\x0c \x01(\x0b\x32\x1e.millrace.common.v1.TokenUsage\x12.\n\x06\x62illed\x18\r \x01(\x0b\x32\x1e.millrace.common.v1.TokenUsage\x12/\n\x05times\x18\x0e \x01(\x0b\x32 .millrace.common.v1.RequestTimes\x12\x0f\n\x07\x61ttempt\x18\x0f \x01(\x05\x12\r\n\x05\x65poch\x18\x10 \x01(\x03\x12\x17\n\x0fworker_instance\x18\x11 \x01(\t\x12\x18\n\x10gateway_instance\x18\x12 \x01(\t\x12\x0c\n\x04user\x18\x13 \x01(\t\x12=\n\x08metadata\x18\x14 \x03(\x0b\x32+.millrace.usage.v1.UsageEvent.MetadataEntry\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x1b\n\x13\x63hoice_token_counts\x18\x16 \x03(\x05\x12+\n\x07latency\x18\x17 \x01(\x0b\x32\x1a.millrace.usage.v1.Latency\x12/\n\x06shadow\x18\x18 \x01(\x0b\x32\x1f.millrace.usage.v1.ShadowReport\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xbb\x01\n\x07Latency\x12.\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tper_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05whole\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x0btargets_met\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x0e\n\x0c_targets_met\"o\n\x0cWorkerReport\x12\x31\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x1f.millrace.usage.v1.AttemptEvent\x12,\n\x05times\x18\x02 \x03(\x0b\x32\x1d.millrace.usage.v1.WorkerTime\"\xae\x05\n\x0c\x41ttemptEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x17\n\x0fworker_instance\x18\x05 \x01(\t\x12+\n\x05model\x18\x06 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12\x39\n\x0epriority_class\x18\x07 \x01(\x0e\x32!.millrace.common.v1.PriorityClass\x12\x1a\n\x12prompt_token_count\x18\x08 \x01(\x05\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\t \x01(\x05\x12\x1b\n\x13prefill_token_count\x18\n \x01(\x03\x12\x1a\n\x12\x64\x65\x63ode_token_count\x18\x0b \x01(\x03\x12\"\n\x1a\x61\x63\x63\x65pted_draft_token_count\x18\x0c \x01(\x03\x12\"\n\x1arejected_draft_token_count\x18\r \x01(\x03\x12\x1a\n\x12\x62lock_milliseconds\x18\x0e \x01(\x03\x12/\n\x0cprefill_time\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x07\x63hoices\x18\x11 \x03(\x0b\x32\x1e.millrace.usage.v1.ChoiceRange\x12\x14\n\x0c\x65rror_reason\x18\x12 \x01(\t\x12.\n\nstart_time\x18\x13 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"E\n\x0b\x43hoiceRange\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x13\n\x0bstart_index\x18\x02 \x01(\x05\x12\x11\n\tend_index\x18\x03 \x01(\x05\"\x94\x02\n\nWorkerTime\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\'\n\x04\x62usy\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04idle\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Durationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +36,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_USAGEEVENT_METADATAENTRY']._loaded_options = None
   _globals['_USAGEEVENT_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_USAGEEVENT']._serialized_start=92
-  _globals['_USAGEEVENT']._serialized_end=920
-  _globals['_USAGEEVENT_METADATAENTRY']._serialized_start=873
-  _globals['_USAGEEVENT_METADATAENTRY']._serialized_end=920
+  _globals['_SHADOWREPORT']._serialized_start=157
+  _globals['_SHADOWREPORT']._serialized_end=320
+  _globals['_USAGEEVENT']._serialized_start=323
+  _globals['_USAGEEVENT']._serialized_end=1245
+  _globals['_USAGEEVENT_METADATAENTRY']._serialized_start=1198
+  _globals['_USAGEEVENT_METADATAENTRY']._serialized_end=1245
+  _globals['_LATENCY']._serialized_start=1248
+  _globals['_LATENCY']._serialized_end=1435
+  _globals['_WORKERREPORT']._serialized_start=1437
+  _globals['_WORKERREPORT']._serialized_end=1548
+  _globals['_ATTEMPTEVENT']._serialized_start=1551
+  _globals['_ATTEMPTEVENT']._serialized_end=2237
+  _globals['_CHOICERANGE']._serialized_start=2239
+  _globals['_CHOICERANGE']._serialized_end=2308
+  _globals['_WORKERTIME']._serialized_start=2311
+  _globals['_WORKERTIME']._serialized_end=2587
 # @@protoc_insertion_point(module_scope)

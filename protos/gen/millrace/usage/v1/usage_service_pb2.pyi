@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from millrace.common.v1 import common_pb2 as _common_pb2
 from millrace.usage.v1 import usage_event_pb2 as _usage_event_pb2
 import builtins as _builtins
@@ -22,6 +23,54 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _DriftCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DriftCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DriftCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRIFT_CAUSE_UNSPECIFIED: _DriftCause.ValueType  # 0
+    DRIFT_CAUSE_GATEWAY_DIED: _DriftCause.ValueType  # 1
+    """The gateway died; billed is what it had acknowledged."""
+    DRIFT_CAUSE_ATTEMPT_LOST: _DriftCause.ValueType  # 2
+    """A worker died before it told what it computed."""
+    DRIFT_CAUSE_RESUMED: _DriftCause.ValueType  # 3
+    """Two or more attempts, the later ones over what the earlier ones had made."""
+    DRIFT_CAUSE_UNDELIVERED: _DriftCause.ValueType  # 4
+    """Made, and not delivered: the client left, or its time was over."""
+    DRIFT_CAUSE_BEYOND_STOP: _DriftCause.ValueType  # 5
+    """Made beyond a stop that the gateway found."""
+    DRIFT_CAUSE_MISSING_EVENT: _DriftCause.ValueType  # 6
+    """Workers computed it, the ledger has no row of it."""
+    DRIFT_CAUSE_DUPLICATE: _DriftCause.ValueType  # 7
+    """A second event of the request said something else; the first one stands."""
+    DRIFT_CAUSE_ROW_ALTERED: _DriftCause.ValueType  # 8
+    """The row does not say what its event says."""
+    DRIFT_CAUSE_UNEXPLAINED: _DriftCause.ValueType  # 9
+
+class DriftCause(_DriftCause, metaclass=_DriftCauseEnumTypeWrapper):
+    """DriftCause says why the counts of one request differ."""
+
+DRIFT_CAUSE_UNSPECIFIED: DriftCause.ValueType  # 0
+DRIFT_CAUSE_GATEWAY_DIED: DriftCause.ValueType  # 1
+"""The gateway died; billed is what it had acknowledged."""
+DRIFT_CAUSE_ATTEMPT_LOST: DriftCause.ValueType  # 2
+"""A worker died before it told what it computed."""
+DRIFT_CAUSE_RESUMED: DriftCause.ValueType  # 3
+"""Two or more attempts, the later ones over what the earlier ones had made."""
+DRIFT_CAUSE_UNDELIVERED: DriftCause.ValueType  # 4
+"""Made, and not delivered: the client left, or its time was over."""
+DRIFT_CAUSE_BEYOND_STOP: DriftCause.ValueType  # 5
+"""Made beyond a stop that the gateway found."""
+DRIFT_CAUSE_MISSING_EVENT: DriftCause.ValueType  # 6
+"""Workers computed it, the ledger has no row of it."""
+DRIFT_CAUSE_DUPLICATE: DriftCause.ValueType  # 7
+"""A second event of the request said something else; the first one stands."""
+DRIFT_CAUSE_ROW_ALTERED: DriftCause.ValueType  # 8
+"""The row does not say what its event says."""
+DRIFT_CAUSE_UNEXPLAINED: DriftCause.ValueType  # 9
+Global___DriftCause: _TypeAlias = DriftCause  # noqa: Y015
 
 @_typing.final
 class ExportUsageRequest(_message.Message):
@@ -353,7 +402,15 @@ class UsageGroup(_message.Message):
     REQUEST_COUNT_FIELD_NUMBER: _builtins.int
     BILLED_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
+    COMPLETED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    TARGETED_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    TARGETS_MET_REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    ACCELERATOR_FIELD_NUMBER: _builtins.int
     request_count: _builtins.int
+    completed_request_count: _builtins.int
+    targeted_request_count: _builtins.int
+    """Goodput: requests whose classes have latency targets, and those of them that met all."""
+    targets_met_request_count: _builtins.int
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """In the order of group_by."""
@@ -364,6 +421,8 @@ class UsageGroup(_message.Message):
     def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cost]:
         """What is rated so far, by currency."""
 
+    @_builtins.property
+    def accelerator(self) -> Global___AcceleratorUse: ...
     def __init__(
         self,
         *,
@@ -371,14 +430,102 @@ class UsageGroup(_message.Message):
         request_count: _builtins.int = ...,
         billed: Global___TokenSums | None = ...,
         costs: _abc.Iterable[Global___Cost] | None = ...,
+        completed_request_count: _builtins.int = ...,
+        targeted_request_count: _builtins.int = ...,
+        targets_met_request_count: _builtins.int = ...,
+        accelerator: Global___AcceleratorUse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["billed", b"billed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "billed", b"billed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["billed", b"billed", "costs", b"costs", "keys", b"keys", "request_count", b"request_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "billed", b"billed", "completed_request_count", b"completed_request_count", "costs", b"costs", "keys", b"keys", "request_count", b"request_count", "targeted_request_count", b"targeted_request_count", "targets_met_request_count", b"targets_met_request_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UsageGroup: _TypeAlias = UsageGroup  # noqa: Y015
+
+@_typing.final
+class AcceleratorUse(_message.Message):
+    """AcceleratorUse is what all attempts of some requests took, also those whose request failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TIME_FIELD_NUMBER: _builtins.int
+    DECODE_TIME_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DECODE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REJECTED_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_MILLISECONDS_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    prefill_token_count: _builtins.int
+    decode_token_count: _builtins.int
+    accepted_draft_token_count: _builtins.int
+    rejected_draft_token_count: _builtins.int
+    block_milliseconds: _builtins.int
+    @_builtins.property
+    def prefill_time(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def decode_time(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___AcceleratorCost]:
+        """By currency, where an accelerator-hour has a price."""
+
+    def __init__(
+        self,
+        *,
+        prefill_time: _duration_pb2.Duration | None = ...,
+        decode_time: _duration_pb2.Duration | None = ...,
+        prefill_token_count: _builtins.int = ...,
+        decode_token_count: _builtins.int = ...,
+        accepted_draft_token_count: _builtins.int = ...,
+        rejected_draft_token_count: _builtins.int = ...,
+        block_milliseconds: _builtins.int = ...,
+        costs: _abc.Iterable[Global___AcceleratorCost] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "prefill_time", b"prefill_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "block_milliseconds", b"block_milliseconds", "costs", b"costs", "decode_time", b"decode_time", "decode_token_count", b"decode_token_count", "prefill_time", b"prefill_time", "prefill_token_count", b"prefill_token_count", "rejected_draft_token_count", b"rejected_draft_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceleratorUse: _TypeAlias = AcceleratorUse  # noqa: Y015
+
+@_typing.final
+class AcceleratorCost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    MICROS_FIELD_NUMBER: _builtins.int
+    MICROS_PER_MILLION_TOKENS_FIELD_NUMBER: _builtins.int
+    MICROS_PER_COMPLETED_REQUEST_FIELD_NUMBER: _builtins.int
+    currency: _builtins.str
+    micros: _builtins.int
+    micros_per_million_tokens: _builtins.int
+    """A million billed tokens, prompt and completion; absent where none is billed."""
+    micros_per_completed_request: _builtins.int
+    """A completed request; absent where none is."""
+    def __init__(
+        self,
+        *,
+        currency: _builtins.str = ...,
+        micros: _builtins.int = ...,
+        micros_per_million_tokens: _builtins.int | None = ...,
+        micros_per_completed_request: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_micros_per_completed_request", b"_micros_per_completed_request", "_micros_per_million_tokens", b"_micros_per_million_tokens", "micros_per_completed_request", b"micros_per_completed_request", "micros_per_million_tokens", b"micros_per_million_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_micros_per_completed_request", b"_micros_per_completed_request", "_micros_per_million_tokens", b"_micros_per_million_tokens", "currency", b"currency", "micros", b"micros", "micros_per_completed_request", b"micros_per_completed_request", "micros_per_million_tokens", b"micros_per_million_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__micros_per_completed_request: _TypeAlias = _typing.Literal["micros_per_completed_request"]  # noqa: Y015
+    _WhichOneofArgType__micros_per_completed_request: _TypeAlias = _typing.Literal["_micros_per_completed_request", b"_micros_per_completed_request"]  # noqa: Y015
+    _WhichOneofReturnType__micros_per_million_tokens: _TypeAlias = _typing.Literal["micros_per_million_tokens"]  # noqa: Y015
+    _WhichOneofArgType__micros_per_million_tokens: _TypeAlias = _typing.Literal["_micros_per_million_tokens", b"_micros_per_million_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__micros_per_completed_request) -> _WhichOneofReturnType__micros_per_completed_request | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__micros_per_million_tokens) -> _WhichOneofReturnType__micros_per_million_tokens | None: ...
+
+Global___AcceleratorCost: _TypeAlias = AcceleratorCost  # noqa: Y015
 
 @_typing.final
 class QueryUsageResponse(_message.Message):
@@ -399,6 +546,284 @@ class QueryUsageResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___QueryUsageResponse: _TypeAlias = QueryUsageResponse  # noqa: Y015
+
+@_typing.final
+class QueryWorkerTimeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version: _builtins.str
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "model", b"model", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryWorkerTimeRequest: _TypeAlias = QueryWorkerTimeRequest  # noqa: Y015
+
+@_typing.final
+class QueryWorkerTimeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTimeGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[Global___WorkerTimeGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryWorkerTimeResponse: _TypeAlias = QueryWorkerTimeResponse  # noqa: Y015
+
+@_typing.final
+class WorkerTimeGroup(_message.Message):
+    """WorkerTimeGroup sums the spans of one version's workers; busy and idle are all of their time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WORKER_COUNT_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    version: _builtins.str
+    worker_count: _builtins.int
+    @_builtins.property
+    def busy(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCost]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        worker_count: _builtins.int = ...,
+        busy: _duration_pb2.Duration | None = ...,
+        idle: _duration_pb2.Duration | None = ...,
+        costs: _abc.Iterable[Global___WorkerCost] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "costs", b"costs", "idle", b"idle", "model", b"model", "version", b"version", "worker_count", b"worker_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerTimeGroup: _TypeAlias = WorkerTimeGroup  # noqa: Y015
+
+@_typing.final
+class WorkerCost(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CURRENCY_FIELD_NUMBER: _builtins.int
+    BUSY_MICROS_FIELD_NUMBER: _builtins.int
+    IDLE_MICROS_FIELD_NUMBER: _builtins.int
+    currency: _builtins.str
+    busy_micros: _builtins.int
+    idle_micros: _builtins.int
+    def __init__(
+        self,
+        *,
+        currency: _builtins.str = ...,
+        busy_micros: _builtins.int = ...,
+        idle_micros: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_micros", b"busy_micros", "currency", b"currency", "idle_micros", b"idle_micros"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCost: _TypeAlias = WorkerCost  # noqa: Y015
+
+@_typing.final
+class ReconcileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Requests that ended in [start_time, end_time)."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileRequest: _TypeAlias = ReconcileRequest  # noqa: Y015
+
+@_typing.final
+class Drift(_message.Message):
+    """Drift is one request whose counts of completion tokens differ."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    GATEWAY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WORKER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LEDGER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ATTEMPT_COUNT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    tenant: _builtins.str
+    cause: Global___DriftCause.ValueType
+    gateway_token_count: _builtins.int
+    """Delivered, as the gateway's event says; absent without one."""
+    worker_token_count: _builtins.int
+    """Made by all attempts, each index once; absent where no worker told."""
+    ledger_token_count: _builtins.int
+    """Delivered, as the row says; absent without one."""
+    attempt_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        cause: Global___DriftCause.ValueType = ...,
+        gateway_token_count: _builtins.int | None = ...,
+        worker_token_count: _builtins.int | None = ...,
+        ledger_token_count: _builtins.int | None = ...,
+        attempt_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gateway_token_count", b"_gateway_token_count", "_ledger_token_count", b"_ledger_token_count", "_worker_token_count", b"_worker_token_count", "gateway_token_count", b"gateway_token_count", "ledger_token_count", b"ledger_token_count", "worker_token_count", b"worker_token_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gateway_token_count", b"_gateway_token_count", "_ledger_token_count", b"_ledger_token_count", "_worker_token_count", b"_worker_token_count", "attempt_count", b"attempt_count", "cause", b"cause", "gateway_token_count", b"gateway_token_count", "ledger_token_count", b"ledger_token_count", "request_id", b"request_id", "tenant", b"tenant", "worker_token_count", b"worker_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gateway_token_count: _TypeAlias = _typing.Literal["gateway_token_count"]  # noqa: Y015
+    _WhichOneofArgType__gateway_token_count: _TypeAlias = _typing.Literal["_gateway_token_count", b"_gateway_token_count"]  # noqa: Y015
+    _WhichOneofReturnType__ledger_token_count: _TypeAlias = _typing.Literal["ledger_token_count"]  # noqa: Y015
+    _WhichOneofArgType__ledger_token_count: _TypeAlias = _typing.Literal["_ledger_token_count", b"_ledger_token_count"]  # noqa: Y015
+    _WhichOneofReturnType__worker_token_count: _TypeAlias = _typing.Literal["worker_token_count"]  # noqa: Y015
+    _WhichOneofArgType__worker_token_count: _TypeAlias = _typing.Literal["_worker_token_count", b"_worker_token_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gateway_token_count) -> _WhichOneofReturnType__gateway_token_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ledger_token_count) -> _WhichOneofReturnType__ledger_token_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_token_count) -> _WhichOneofReturnType__worker_token_count | None: ...
+
+Global___Drift: _TypeAlias = Drift  # noqa: Y015
+
+@_typing.final
+class ReconcileResponse(_message.Message):
+    """ReconcileResponse is some drifts; the last one has the totals."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRIFTS_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def drifts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Drift]: ...
+    @_builtins.property
+    def totals(self) -> Global___ReconcileTotals: ...
+    def __init__(
+        self,
+        *,
+        drifts: _abc.Iterable[Global___Drift] | None = ...,
+        totals: Global___ReconcileTotals | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["totals", b"totals"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drifts", b"drifts", "totals", b"totals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileResponse: _TypeAlias = ReconcileResponse  # noqa: Y015
+
+@_typing.final
+class ReconcileTotals(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    GATEWAY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    WORKER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LEDGER_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    request_count: _builtins.int
+    gateway_token_count: _builtins.int
+    worker_token_count: _builtins.int
+    ledger_token_count: _builtins.int
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DriftCount]:
+        """Requests by cause."""
+
+    def __init__(
+        self,
+        *,
+        request_count: _builtins.int = ...,
+        gateway_token_count: _builtins.int = ...,
+        worker_token_count: _builtins.int = ...,
+        ledger_token_count: _builtins.int = ...,
+        counts: _abc.Iterable[Global___DriftCount] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "gateway_token_count", b"gateway_token_count", "ledger_token_count", b"ledger_token_count", "request_count", b"request_count", "worker_token_count", b"worker_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReconcileTotals: _TypeAlias = ReconcileTotals  # noqa: Y015
+
+@_typing.final
+class DriftCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    cause: Global___DriftCause.ValueType
+    request_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        cause: Global___DriftCause.ValueType = ...,
+        request_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "request_count", b"request_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DriftCount: _TypeAlias = DriftCount  # noqa: Y015
 
 @_typing.final
 class VerifyDayRequest(_message.Message):
@@ -471,11 +896,11 @@ class Price(_message.Message):
     version: _builtins.str
     priority_class: _builtins.str
     token_kind: _builtins.str
-    """prompt, cached, completion or reasoning."""
+    """prompt, cached, completion, reasoning or accelerator_hour."""
     currency: _builtins.str
     """ISO 4217."""
     micros_per_million: _builtins.int
-    """Micro-units of the currency a million tokens."""
+    """Micro-units of the currency a million tokens; of accelerator_hour, an hour."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property

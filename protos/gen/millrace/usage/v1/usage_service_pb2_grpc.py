@@ -49,6 +49,16 @@ class UsageServiceStub:
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageRequest.SerializeToString,
                 response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageResponse.FromString,
                 _registered_method=True)
+        self.QueryWorkerTime = channel.unary_unary(
+                '/millrace.usage.v1.UsageService/QueryWorkerTime',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryWorkerTimeRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryWorkerTimeResponse.FromString,
+                _registered_method=True)
+        self.Reconcile = channel.unary_stream(
+                '/millrace.usage.v1.UsageService/Reconcile',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReconcileRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReconcileResponse.FromString,
+                _registered_method=True)
         self.VerifyDay = channel.unary_unary(
                 '/millrace.usage.v1.UsageService/VerifyDay',
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.SerializeToString,
@@ -80,6 +90,20 @@ class UsageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def QueryWorkerTime(self, request, context):
+        """How workers' time was spent, by model and version; administrators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reconcile(self, request, context):
+        """Compares what gateways, workers and the ledger say of each request; administrators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def VerifyDay(self, request, context):
         """Recomputes a sealed day from its rows and names the first one that is altered or missing.
         """
@@ -104,6 +128,16 @@ def add_UsageServiceServicer_to_server(servicer, server):
                     servicer.QueryUsage,
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageRequest.FromString,
                     response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageResponse.SerializeToString,
+            ),
+            'QueryWorkerTime': grpc.unary_unary_rpc_method_handler(
+                    servicer.QueryWorkerTime,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryWorkerTimeRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryWorkerTimeResponse.SerializeToString,
+            ),
+            'Reconcile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Reconcile,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReconcileRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReconcileResponse.SerializeToString,
             ),
             'VerifyDay': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifyDay,
@@ -192,6 +226,60 @@ class UsageService:
             '/millrace.usage.v1.UsageService/QueryUsage',
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageRequest.SerializeToString,
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryUsageResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def QueryWorkerTime(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.UsageService/QueryWorkerTime',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryWorkerTimeRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.QueryWorkerTimeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reconcile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/millrace.usage.v1.UsageService/Reconcile',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReconcileRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReconcileResponse.FromString,
             options,
             channel_credentials,
             insecure,

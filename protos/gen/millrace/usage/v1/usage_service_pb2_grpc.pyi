@@ -37,6 +37,10 @@ class UsageServiceStub:
     """One row, NOT_FOUND until it is in the ledger."""
     QueryUsage: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.QueryUsageRequest, _usage_service_pb2.QueryUsageResponse]
     """Sums by the groups asked for, with what they cost."""
+    QueryWorkerTime: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.QueryWorkerTimeRequest, _usage_service_pb2.QueryWorkerTimeResponse]
+    """How workers' time was spent, by model and version; administrators only."""
+    Reconcile: _grpc.UnaryStreamMultiCallable[_usage_service_pb2.ReconcileRequest, _usage_service_pb2.ReconcileResponse]
+    """Compares what gateways, workers and the ledger say of each request; administrators only."""
     VerifyDay: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.VerifyDayRequest, _usage_service_pb2.VerifyDayResponse]
     """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
 
@@ -49,6 +53,10 @@ class UsageServiceAsyncStub(UsageServiceStub):
     """One row, NOT_FOUND until it is in the ledger."""
     QueryUsage: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.QueryUsageRequest, _usage_service_pb2.QueryUsageResponse]  # type: ignore[assignment]
     """Sums by the groups asked for, with what they cost."""
+    QueryWorkerTime: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.QueryWorkerTimeRequest, _usage_service_pb2.QueryWorkerTimeResponse]  # type: ignore[assignment]
+    """How workers' time was spent, by model and version; administrators only."""
+    Reconcile: _aio.UnaryStreamMultiCallable[_usage_service_pb2.ReconcileRequest, _usage_service_pb2.ReconcileResponse]  # type: ignore[assignment]
+    """Compares what gateways, workers and the ledger say of each request; administrators only."""
     VerifyDay: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.VerifyDayRequest, _usage_service_pb2.VerifyDayResponse]  # type: ignore[assignment]
     """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
 
@@ -76,6 +84,22 @@ class UsageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_usage_service_pb2.QueryUsageResponse, _abc.Awaitable[_usage_service_pb2.QueryUsageResponse]]:
         """Sums by the groups asked for, with what they cost."""
+
+    @_abc_1.abstractmethod
+    def QueryWorkerTime(
+        self,
+        request: _usage_service_pb2.QueryWorkerTimeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.QueryWorkerTimeResponse, _abc.Awaitable[_usage_service_pb2.QueryWorkerTimeResponse]]:
+        """How workers' time was spent, by model and version; administrators only."""
+
+    @_abc_1.abstractmethod
+    def Reconcile(
+        self,
+        request: _usage_service_pb2.ReconcileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_usage_service_pb2.ReconcileResponse], _abc.AsyncIterator[_usage_service_pb2.ReconcileResponse]]:
+        """Compares what gateways, workers and the ledger say of each request; administrators only."""
 
     @_abc_1.abstractmethod
     def VerifyDay(

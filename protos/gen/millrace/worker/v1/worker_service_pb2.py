@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from millrace.common.v1 import admission_pb2 as millrace_dot_common_dot_v1_dot_admission__pb2
 from millrace.common.v1 import common_pb2 as millrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'millrace/worker/v1/worker_service.proto\x12\x12millrace.worker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"millrace/common/v1/admission.proto\x1a\x1fmillrace/common/v1/common.proto\"\x15\n\x13GetModelCardRequest\"\x9a\x04\n\tModelCard\x12+\n\x05model\x18\x01 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x12\n\nblock_size\x18\x04 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x05\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x64_bos\x18\x08 \x01(\x08\x12\x15\n\rchat_template\x18\t \x01(\t\x12\x18\n\x10tokenizer_digest\x18\n \x01(\x0c\x12 \n\x18longest_token_byte_count\x18\x0b \x01(\x05\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\r\n\x05owner\x18\r \x01(\t\x12H\n\x0especial_tokens\x18\x0e \x03(\x0b\x32\x30.millrace.worker.v1.ModelCard.SpecialTokensEntry\x12\x0e\n\x06runner\x18\x0f \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\x05\x12\x19\n\x11structured_output\x18\x11 \x01(\x08\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0f\n\r_bos_token_id\"\\\n\x14GetModelCardResponse\x12+\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x1d.millrace.worker.v1.ModelCard\x12\x17\n\x0fworker_instance\x18\x02 \x01(\t\"/\n\x13GetTokenizerRequest\x12\x18\n\x10tokenizer_digest\x18\x01 \x01(\x0c\"%\n\x14GetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"\xe0\x01\n\rSubmitRequest\x12\x31\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\".millrace.common.v1.AdmissionEntry\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12,\n\tremaining\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0frouter_instance\x18\x05 \x01(\t\x12\x35\n\x0cprefill_peer\x18\x06 \x01(\x0b\x32\x1f.millrace.worker.v1.PrefillPeer\"7\n\x0bPrefillPeer\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xa2\x01\n\x0eSubmitResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x17\n\x0fworker_instance\x18\x03 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x32\n\x07refusal\x18\x05 \x01(\x0e\x32!.millrace.worker.v1.SubmitRefusal\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x9c\x01\n\rAttachRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.millrace.worker.v1.HelloH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.millrace.worker.v1.AckH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.millrace.worker.v1.CancelH\x00\x42\t\n\x07message\"R\n\x05Hello\x12\x18\n\x10gateway_instance\x18\x01 \x01(\t\x12/\n\tcontinued\x18\x02 \x03(\x0b\x32\x1c.millrace.worker.v1.Continue\"C\n\x08\x43ontinue\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cnext_indices\x18\x03 \x03(\x05\"4\n\x03\x41\x63k\x12-\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1c.millrace.worker.v1.AckEntry\"Q\n\x08\x41\x63kEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cnext_indices\x18\x03 \x03(\x05\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\"K\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x06\x63hoice\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_choice\"f\n\x0e\x41ttachResponse\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.millrace.worker.v1.Event\x12\x10\n\x08sequence\x18\x03 \x01(\x03\"\xf3\x02\n\x05\x45vent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x1c.millrace.worker.v1.AcceptedH\x00\x12.\n\x07started\x18\x05 \x01(\x0b\x32\x1b.millrace.worker.v1.StartedH\x00\x12*\n\x05\x64\x65lta\x18\x06 \x01(\x0b\x32\x19.millrace.worker.v1.DeltaH\x00\x12,\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x1a.millrace.worker.v1.FailedH\x00\x12=\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\".millrace.worker.v1.PromptLogprobsH\x00\x12\x32\n\tembedding\x18\t \x01(\x0b\x32\x1d.millrace.worker.v1.EmbeddingH\x00\x42\x07\n\x05\x65vent\"\n\n\x08\x41\x63\x63\x65pted\"%\n\x07Started\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x01 \x01(\x05\"\xb3\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x36\n\x08logprobs\x18\x04 \x03(\x0b\x32$.millrace.common.v1.PositionLogprobs\x12/\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1a.millrace.worker.v1.FinishH\x00\x88\x01\x01\x42\t\n\x07_finish\"\x97\x01\n\x06\x46inish\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12-\n\x05usage\x18\x03 \x01(\x0b\x32\x1e.millrace.common.v1.TokenUsageB\x10\n\x0e_stop_token_id\";\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"I\n\x0ePromptLogprobs\x12\x37\n\tpositions\x18\x01 \x03(\x0b\x32$.millrace.common.v1.PositionLogprobs\"\x1b\n\tEmbedding\x12\x0e\n\x06vector\x18\x01 \x01(\x0c\"\'\n\x0cWatchRequest\x12\x17\n\x0frouter_instance\x18\x01 \x01(\t\"\xcb\x04\n\rWatchResponse\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12)\n\x04pool\x18\x04 \x01(\x0b\x32\x1b.millrace.common.v1.PoolRef\x12,\n\x04role\x18\x05 \x01(\x0e\x32\x1e.millrace.common.v1.WorkerRole\x12\x17\n\x0f\x66ree_slot_count\x18\x06 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x07 \x01(\x05\x12\x12\n\nblock_size\x18\x08 \x01(\x05\x12\x15\n\rrunning_count\x18\t \x01(\x05\x12\x15\n\rwaiting_count\x18\n \x01(\x05\x12\x1b\n\x13\x62\x61\x63klog_token_count\x18\x0b \x01(\x03\x12\x19\n\x11\x61ttached_gateways\x18\x0c \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\r\n\x05ready\x18\x0f \x01(\x08\x12/\n\x0cprogress_age\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fin_flight_count\x18\x11 \x01(\x05\x12%\n\x18transfer_rate_byte_count\x18\x12 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x13kv_token_byte_count\x18\x13 \x01(\x05\x42\x1b\n\x19_transfer_rate_byte_count\",\n\x11WatchCacheRequest\x12\x17\n\x0frouter_instance\x18\x01 \x01(\t\"r\n\x12WatchCacheResponse\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"&\n\rDrainResponse\x12\x15\n\rrunning_count\x18\x01 \x01(\x05*\xce\x02\n\rSubmitRefusal\x12\x1e\n\x1aSUBMIT_REFUSAL_UNSPECIFIED\x10\x00\x12\x1a\n\x16SUBMIT_REFUSAL_NO_ROOM\x10\x01\x12\x1b\n\x17SUBMIT_REFUSAL_DRAINING\x10\x02\x12\'\n#SUBMIT_REFUSAL_GATEWAY_NOT_ATTACHED\x10\x03\x12 \n\x1cSUBMIT_REFUSAL_WRONG_VERSION\x10\x04\x12\x1e\n\x1aSUBMIT_REFUSAL_STALE_EPOCH\x10\x05\x12\x1d\n\x19SUBMIT_REFUSAL_NEVER_FITS\x10\x06\x12\x1a\n\x16SUBMIT_REFUSAL_EXPIRED\x10\x07\x12\"\n\x1eSUBMIT_REFUSAL_UNKNOWN_ADAPTER\x10\x08\x12\x1a\n\x16SUBMIT_REFUSAL_INVALID\x10\t2\xfa\x04\n\rWorkerService\x12\x61\n\x0cGetModelCard\x12\'.millrace.worker.v1.GetModelCardRequest\x1a(.millrace.worker.v1.GetModelCardResponse\x12\x63\n\x0cGetTokenizer\x12\'.millrace.worker.v1.GetTokenizerRequest\x1a(.millrace.worker.v1.GetTokenizerResponse0\x01\x12O\n\x06Submit\x12!.millrace.worker.v1.SubmitRequest\x1a\".millrace.worker.v1.SubmitResponse\x12S\n\x06\x41ttach\x12!.millrace.worker.v1.AttachRequest\x1a\".millrace.worker.v1.AttachResponse(\x01\x30\x01\x12N\n\x05Watch\x12 .millrace.worker.v1.WatchRequest\x1a!.millrace.worker.v1.WatchResponse0\x01\x12]\n\nWatchCache\x12%.millrace.worker.v1.WatchCacheRequest\x1a&.millrace.worker.v1.WatchCacheResponse0\x01\x12L\n\x05\x44rain\x12 .millrace.worker.v1.DrainRequest\x1a!.millrace.worker.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'millrace/worker/v1/worker_service.proto\x12\x12millrace.worker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"millrace/common/v1/admission.proto\x1a\x1fmillrace/common/v1/common.proto\"\x15\n\x13GetModelCardRequest\"\x9a\x04\n\tModelCard\x12+\n\x05model\x18\x01 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12\x15\n\rmax_model_len\x18\x02 \x01(\x05\x12\x12\n\nvocab_size\x18\x03 \x01(\x05\x12\x12\n\nblock_size\x18\x04 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x05 \x01(\x05\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x64_bos\x18\x08 \x01(\x08\x12\x15\n\rchat_template\x18\t \x01(\t\x12\x18\n\x10tokenizer_digest\x18\n \x01(\x0c\x12 \n\x18longest_token_byte_count\x18\x0b \x01(\x05\x12\x15\n\rdeterministic\x18\x0c \x01(\x08\x12\r\n\x05owner\x18\r \x01(\t\x12H\n\x0especial_tokens\x18\x0e \x03(\x0b\x32\x30.millrace.worker.v1.ModelCard.SpecialTokensEntry\x12\x0e\n\x06runner\x18\x0f \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x10 \x01(\x05\x12\x19\n\x11structured_output\x18\x11 \x01(\x08\x1a\x34\n\x12SpecialTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0f\n\r_bos_token_id\"\\\n\x14GetModelCardResponse\x12+\n\x04\x63\x61rd\x18\x01 \x01(\x0b\x32\x1d.millrace.worker.v1.ModelCard\x12\x17\n\x0fworker_instance\x18\x02 \x01(\t\"/\n\x13GetTokenizerRequest\x12\x18\n\x10tokenizer_digest\x18\x01 \x01(\x0c\"%\n\x14GetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\"\x90\x02\n\rSubmitRequest\x12\x31\n\x05\x65ntry\x18\x01 \x01(\x0b\x32\".millrace.common.v1.AdmissionEntry\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12,\n\tremaining\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0frouter_instance\x18\x05 \x01(\t\x12\x35\n\x0cprefill_peer\x18\x06 \x01(\x0b\x32\x1f.millrace.worker.v1.PrefillPeer\x12.\n\nclaim_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"7\n\x0bPrefillPeer\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"\xa2\x01\n\x0eSubmitResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x17\n\x0fworker_instance\x18\x03 \x01(\t\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x08\x12\x32\n\x07refusal\x18\x05 \x01(\x0e\x32!.millrace.worker.v1.SubmitRefusal\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x9c\x01\n\rAttachRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.millrace.worker.v1.HelloH\x00\x12&\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x17.millrace.worker.v1.AckH\x00\x12,\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1a.millrace.worker.v1.CancelH\x00\x42\t\n\x07message\"R\n\x05Hello\x12\x18\n\x10gateway_instance\x18\x01 \x01(\t\x12/\n\tcontinued\x18\x02 \x03(\x0b\x32\x1c.millrace.worker.v1.Continue\"C\n\x08\x43ontinue\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cnext_indices\x18\x03 \x03(\x05\"4\n\x03\x41\x63k\x12-\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1c.millrace.worker.v1.AckEntry\"Q\n\x08\x41\x63kEntry\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x14\n\x0cnext_indices\x18\x03 \x03(\x05\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\"K\n\x06\x43\x61ncel\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x13\n\x06\x63hoice\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\t\n\x07_choice\"f\n\x0e\x41ttachResponse\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12)\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x19.millrace.worker.v1.Event\x12\x10\n\x08sequence\x18\x03 \x01(\x03\"\xf3\x02\n\x05\x45vent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0b\x32\x1c.millrace.worker.v1.AcceptedH\x00\x12.\n\x07started\x18\x05 \x01(\x0b\x32\x1b.millrace.worker.v1.StartedH\x00\x12*\n\x05\x64\x65lta\x18\x06 \x01(\x0b\x32\x19.millrace.worker.v1.DeltaH\x00\x12,\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x1a.millrace.worker.v1.FailedH\x00\x12=\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\".millrace.worker.v1.PromptLogprobsH\x00\x12\x32\n\tembedding\x18\t \x01(\x0b\x32\x1d.millrace.worker.v1.EmbeddingH\x00\x42\x07\n\x05\x65vent\":\n\x08\x41\x63\x63\x65pted\x12.\n\nclaim_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"%\n\x07Started\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x01 \x01(\x05\"\xb3\x01\n\x05\x44\x65lta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\x05\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x36\n\x08logprobs\x18\x04 \x03(\x0b\x32$.millrace.common.v1.PositionLogprobs\x12/\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1a.millrace.worker.v1.FinishH\x00\x88\x01\x01\x42\t\n\x07_finish\"\x97\x01\n\x06\x46inish\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .millrace.common.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12-\n\x05usage\x18\x03 \x01(\x0b\x32\x1e.millrace.common.v1.TokenUsageB\x10\n\x0e_stop_token_id\";\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x11\n\tretryable\x18\x03 \x01(\x08\"I\n\x0ePromptLogprobs\x12\x37\n\tpositions\x18\x01 \x03(\x0b\x32$.millrace.common.v1.PositionLogprobs\"\x1b\n\tEmbedding\x12\x0e\n\x06vector\x18\x01 \x01(\x0c\"\'\n\x0cWatchRequest\x12\x17\n\x0frouter_instance\x18\x01 \x01(\t\"\xa6\x05\n\rWatchResponse\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12)\n\x04pool\x18\x04 \x01(\x0b\x32\x1b.millrace.common.v1.PoolRef\x12,\n\x04role\x18\x05 \x01(\x0e\x32\x1e.millrace.common.v1.WorkerRole\x12\x17\n\x0f\x66ree_slot_count\x18\x06 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\x07 \x01(\x05\x12\x12\n\nblock_size\x18\x08 \x01(\x05\x12\x15\n\rrunning_count\x18\t \x01(\x05\x12\x15\n\rwaiting_count\x18\n \x01(\x05\x12\x1b\n\x13\x62\x61\x63klog_token_count\x18\x0b \x01(\x03\x12\x19\n\x11\x61ttached_gateways\x18\x0c \x03(\t\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\x12\x10\n\x08\x64raining\x18\x0e \x01(\x08\x12\r\n\x05ready\x18\x0f \x01(\x08\x12/\n\x0cprogress_age\x18\x10 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fin_flight_count\x18\x11 \x01(\x05\x12%\n\x18transfer_rate_byte_count\x18\x12 \x01(\x03H\x00\x88\x01\x01\x12\x1b\n\x13kv_token_byte_count\x18\x13 \x01(\x05\x12\x15\n\rsuspect_count\x18\x14 \x01(\x05\x12%\n\x18prefill_rate_token_count\x18\x15 \x01(\x03H\x01\x88\x01\x01\x42\x1b\n\x19_transfer_rate_byte_countB\x1b\n\x19_prefill_rate_token_count\",\n\x11WatchCacheRequest\x12\x17\n\x0frouter_instance\x18\x01 \x01(\t\"r\n\x12WatchCacheResponse\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x03\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x0e\n\x06stored\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"&\n\rDrainResponse\x12\x15\n\rrunning_count\x18\x01 \x01(\x05*\xed\x02\n\rSubmitRefusal\x12\x1e\n\x1aSUBMIT_REFUSAL_UNSPECIFIED\x10\x00\x12\x1a\n\x16SUBMIT_REFUSAL_NO_ROOM\x10\x01\x12\x1b\n\x17SUBMIT_REFUSAL_DRAINING\x10\x02\x12\'\n#SUBMIT_REFUSAL_GATEWAY_NOT_ATTACHED\x10\x03\x12 \n\x1cSUBMIT_REFUSAL_WRONG_VERSION\x10\x04\x12\x1e\n\x1aSUBMIT_REFUSAL_STALE_EPOCH\x10\x05\x12\x1d\n\x19SUBMIT_REFUSAL_NEVER_FITS\x10\x06\x12\x1a\n\x16SUBMIT_REFUSAL_EXPIRED\x10\x07\x12\"\n\x1eSUBMIT_REFUSAL_UNKNOWN_ADAPTER\x10\x08\x12\x1a\n\x16SUBMIT_REFUSAL_INVALID\x10\t\x12\x1d\n\x19SUBMIT_REFUSAL_WRONG_ROLE\x10\n2\xfa\x04\n\rWorkerService\x12\x61\n\x0cGetModelCard\x12\'.millrace.worker.v1.GetModelCardRequest\x1a(.millrace.worker.v1.GetModelCardResponse\x12\x63\n\x0cGetTokenizer\x12\'.millrace.worker.v1.GetTokenizerRequest\x1a(.millrace.worker.v1.GetTokenizerResponse0\x01\x12O\n\x06Submit\x12!.millrace.worker.v1.SubmitRequest\x1a\".millrace.worker.v1.SubmitResponse\x12S\n\x06\x41ttach\x12!.millrace.worker.v1.AttachRequest\x1a\".millrace.worker.v1.AttachResponse(\x01\x30\x01\x12N\n\x05Watch\x12 .millrace.worker.v1.WatchRequest\x1a!.millrace.worker.v1.WatchResponse0\x01\x12]\n\nWatchCache\x12%.millrace.worker.v1.WatchCacheRequest\x1a&.millrace.worker.v1.WatchCacheResponse0\x01\x12L\n\x05\x44rain\x12 .millrace.worker.v1.DrainRequest\x1a!.millrace.worker.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,68 +37,68 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MODELCARD_SPECIALTOKENSENTRY']._loaded_options = None
   _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_SUBMITREFUSAL']._serialized_start=3807
-  _globals['_SUBMITREFUSAL']._serialized_end=4141
-  _globals['_GETMODELCARDREQUEST']._serialized_start=164
-  _globals['_GETMODELCARDREQUEST']._serialized_end=185
-  _globals['_MODELCARD']._serialized_start=188
-  _globals['_MODELCARD']._serialized_end=726
-  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_start=657
-  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_end=709
-  _globals['_GETMODELCARDRESPONSE']._serialized_start=728
-  _globals['_GETMODELCARDRESPONSE']._serialized_end=820
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=822
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=869
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=871
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=908
-  _globals['_SUBMITREQUEST']._serialized_start=911
-  _globals['_SUBMITREQUEST']._serialized_end=1135
-  _globals['_PREFILLPEER']._serialized_start=1137
-  _globals['_PREFILLPEER']._serialized_end=1192
-  _globals['_SUBMITRESPONSE']._serialized_start=1195
-  _globals['_SUBMITRESPONSE']._serialized_end=1357
-  _globals['_ATTACHREQUEST']._serialized_start=1360
-  _globals['_ATTACHREQUEST']._serialized_end=1516
-  _globals['_HELLO']._serialized_start=1518
-  _globals['_HELLO']._serialized_end=1600
-  _globals['_CONTINUE']._serialized_start=1602
-  _globals['_CONTINUE']._serialized_end=1669
-  _globals['_ACK']._serialized_start=1671
-  _globals['_ACK']._serialized_end=1723
-  _globals['_ACKENTRY']._serialized_start=1725
-  _globals['_ACKENTRY']._serialized_end=1806
-  _globals['_CANCEL']._serialized_start=1808
-  _globals['_CANCEL']._serialized_end=1883
-  _globals['_ATTACHRESPONSE']._serialized_start=1885
-  _globals['_ATTACHRESPONSE']._serialized_end=1987
-  _globals['_EVENT']._serialized_start=1990
-  _globals['_EVENT']._serialized_end=2361
-  _globals['_ACCEPTED']._serialized_start=2363
-  _globals['_ACCEPTED']._serialized_end=2373
-  _globals['_STARTED']._serialized_start=2375
-  _globals['_STARTED']._serialized_end=2412
-  _globals['_DELTA']._serialized_start=2415
-  _globals['_DELTA']._serialized_end=2594
-  _globals['_FINISH']._serialized_start=2597
-  _globals['_FINISH']._serialized_end=2748
-  _globals['_FAILED']._serialized_start=2750
-  _globals['_FAILED']._serialized_end=2809
-  _globals['_PROMPTLOGPROBS']._serialized_start=2811
-  _globals['_PROMPTLOGPROBS']._serialized_end=2884
-  _globals['_EMBEDDING']._serialized_start=2886
-  _globals['_EMBEDDING']._serialized_end=2913
-  _globals['_WATCHREQUEST']._serialized_start=2915
-  _globals['_WATCHREQUEST']._serialized_end=2954
-  _globals['_WATCHRESPONSE']._serialized_start=2957
-  _globals['_WATCHRESPONSE']._serialized_end=3544
-  _globals['_WATCHCACHEREQUEST']._serialized_start=3546
-  _globals['_WATCHCACHEREQUEST']._serialized_end=3590
-  _globals['_WATCHCACHERESPONSE']._serialized_start=3592
-  _globals['_WATCHCACHERESPONSE']._serialized_end=3706
-  _globals['_DRAINREQUEST']._serialized_start=3708
-  _globals['_DRAINREQUEST']._serialized_end=3764
-  _globals['_DRAINRESPONSE']._serialized_start=3766
-  _globals['_DRAINRESPONSE']._serialized_end=3804
-  _globals['_WORKERSERVICE']._serialized_start=4144
-  _globals['_WORKERSERVICE']._serialized_end=4778
+  _globals['_SUBMITREFUSAL']._serialized_start=4027
+  _globals['_SUBMITREFUSAL']._serialized_end=4392
+  _globals['_GETMODELCARDREQUEST']._serialized_start=197
+  _globals['_GETMODELCARDREQUEST']._serialized_end=218
+  _globals['_MODELCARD']._serialized_start=221
+  _globals['_MODELCARD']._serialized_end=759
+  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_start=690
+  _globals['_MODELCARD_SPECIALTOKENSENTRY']._serialized_end=742
+  _globals['_GETMODELCARDRESPONSE']._serialized_start=761
+  _globals['_GETMODELCARDRESPONSE']._serialized_end=853
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=855
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=902
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=904
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=941
+  _globals['_SUBMITREQUEST']._serialized_start=944
+  _globals['_SUBMITREQUEST']._serialized_end=1216
+  _globals['_PREFILLPEER']._serialized_start=1218
+  _globals['_PREFILLPEER']._serialized_end=1273
+  _globals['_SUBMITRESPONSE']._serialized_start=1276
+  _globals['_SUBMITRESPONSE']._serialized_end=1438
+  _globals['_ATTACHREQUEST']._serialized_start=1441
+  _globals['_ATTACHREQUEST']._serialized_end=1597
+  _globals['_HELLO']._serialized_start=1599
+  _globals['_HELLO']._serialized_end=1681
+  _globals['_CONTINUE']._serialized_start=1683
+  _globals['_CONTINUE']._serialized_end=1750
+  _globals['_ACK']._serialized_start=1752
+  _globals['_ACK']._serialized_end=1804
+  _globals['_ACKENTRY']._serialized_start=1806
+  _globals['_ACKENTRY']._serialized_end=1887
+  _globals['_CANCEL']._serialized_start=1889
+  _globals['_CANCEL']._serialized_end=1964
+  _globals['_ATTACHRESPONSE']._serialized_start=1966
+  _globals['_ATTACHRESPONSE']._serialized_end=2068
+  _globals['_EVENT']._serialized_start=2071
+  _globals['_EVENT']._serialized_end=2442
+  _globals['_ACCEPTED']._serialized_start=2444
+  _globals['_ACCEPTED']._serialized_end=2502
+  _globals['_STARTED']._serialized_start=2504
+  _globals['_STARTED']._serialized_end=2541
+  _globals['_DELTA']._serialized_start=2544
+  _globals['_DELTA']._serialized_end=2723
+  _globals['_FINISH']._serialized_start=2726
+  _globals['_FINISH']._serialized_end=2877
+  _globals['_FAILED']._serialized_start=2879
+  _globals['_FAILED']._serialized_end=2938
+  _globals['_PROMPTLOGPROBS']._serialized_start=2940
+  _globals['_PROMPTLOGPROBS']._serialized_end=3013
+  _globals['_EMBEDDING']._serialized_start=3015
+  _globals['_EMBEDDING']._serialized_end=3042
+  _globals['_WATCHREQUEST']._serialized_start=3044
+  _globals['_WATCHREQUEST']._serialized_end=3083
+  _globals['_WATCHRESPONSE']._serialized_start=3086
+  _globals['_WATCHRESPONSE']._serialized_end=3764
+  _globals['_WATCHCACHEREQUEST']._serialized_start=3766
+  _globals['_WATCHCACHEREQUEST']._serialized_end=3810
+  _globals['_WATCHCACHERESPONSE']._serialized_start=3812
+  _globals['_WATCHCACHERESPONSE']._serialized_end=3926
+  _globals['_DRAINREQUEST']._serialized_start=3928
+  _globals['_DRAINREQUEST']._serialized_end=3984
+  _globals['_DRAINRESPONSE']._serialized_start=3986
+  _globals['_DRAINRESPONSE']._serialized_end=4024
+  _globals['_WORKERSERVICE']._serialized_start=4395
+  _globals['_WORKERSERVICE']._serialized_end=5029
 # @@protoc_insertion_point(module_scope)

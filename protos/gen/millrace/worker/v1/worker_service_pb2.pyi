@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from millrace.common.v1 import admission_pb2 as _admission_pb2
@@ -38,6 +39,8 @@ class _SubmitRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SubmitR
     SUBMIT_REFUSAL_EXPIRED: _SubmitRefusal.ValueType  # 7
     SUBMIT_REFUSAL_UNKNOWN_ADAPTER: _SubmitRefusal.ValueType  # 8
     SUBMIT_REFUSAL_INVALID: _SubmitRefusal.ValueType  # 9
+    SUBMIT_REFUSAL_WRONG_ROLE: _SubmitRefusal.ValueType  # 10
+    """A worker of role PREFILL computes blocks for its peers and no answers."""
 
 class SubmitRefusal(_SubmitRefusal, metaclass=_SubmitRefusalEnumTypeWrapper):
     """SubmitRefusal says why a worker did not take a request."""
@@ -52,6 +55,8 @@ SUBMIT_REFUSAL_NEVER_FITS: SubmitRefusal.ValueType  # 6
 SUBMIT_REFUSAL_EXPIRED: SubmitRefusal.ValueType  # 7
 SUBMIT_REFUSAL_UNKNOWN_ADAPTER: SubmitRefusal.ValueType  # 8
 SUBMIT_REFUSAL_INVALID: SubmitRefusal.ValueType  # 9
+SUBMIT_REFUSAL_WRONG_ROLE: SubmitRefusal.ValueType  # 10
+"""A worker of role PREFILL computes blocks for its peers and no answers."""
 Global___SubmitRefusal: _TypeAlias = SubmitRefusal  # noqa: Y015
 
 @_typing.final
@@ -241,6 +246,7 @@ class SubmitRequest(_message.Message):
     REMAINING_FIELD_NUMBER: _builtins.int
     ROUTER_INSTANCE_FIELD_NUMBER: _builtins.int
     PREFILL_PEER_FIELD_NUMBER: _builtins.int
+    CLAIM_TIME_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     epoch: _builtins.int
     router_instance: _builtins.str
@@ -254,6 +260,10 @@ class SubmitRequest(_message.Message):
     def prefill_peer(self) -> Global___PrefillPeer:
         """Who computes the prompt's blocks; absent: this worker does."""
 
+    @_builtins.property
+    def claim_time(self) -> _timestamp_pb2.Timestamp:
+        """When the router claimed it, by its clock; for the usage event only."""
+
     def __init__(
         self,
         *,
@@ -263,10 +273,11 @@ class SubmitRequest(_message.Message):
         remaining: _duration_pb2.Duration | None = ...,
         router_instance: _builtins.str = ...,
         prefill_peer: Global___PrefillPeer | None = ...,
+        claim_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "prefill_peer", b"prefill_peer", "remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time", "entry", b"entry", "prefill_peer", b"prefill_peer", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "claim_time", b"claim_time", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,12 +595,19 @@ class Accepted(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CLAIM_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def claim_time(self) -> _timestamp_pb2.Timestamp:
+        """As Submit gave it."""
+
     def __init__(
         self,
+        *,
+        claim_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -799,6 +817,8 @@ class WatchResponse(_message.Message):
     IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
     TRANSFER_RATE_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     KV_TOKEN_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SUSPECT_COUNT_FIELD_NUMBER: _builtins.int
+    PREFILL_RATE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     worker_instance: _builtins.str
     sequence: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
@@ -817,6 +837,10 @@ class WatchResponse(_message.Message):
     """Measured bytes a second of blocks received from peers; absent before the first transfer."""
     kv_token_byte_count: _builtins.int
     """Bytes of keys and values a token takes in a transfer."""
+    suspect_count: _builtins.int
+    """Requests in hand that two workers died with: at most one runs at a time."""
+    prefill_rate_token_count: _builtins.int
+    """Measured prompt tokens computed a second in steps that are mostly prefill; absent before the first such step."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -851,13 +875,20 @@ class WatchResponse(_message.Message):
         in_flight_count: _builtins.int = ...,
         transfer_rate_byte_count: _builtins.int | None = ...,
         kv_token_byte_count: _builtins.int = ...,
+        suspect_count: _builtins.int = ...,
+        prefill_rate_token_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "transfer_rate_byte_count", b"transfer_rate_byte_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count", "_transfer_rate_byte_count", b"_transfer_rate_byte_count", "model", b"model", "pool", b"pool", "prefill_rate_token_count", b"prefill_rate_token_count", "progress_age", b"progress_age", "transfer_rate_byte_count", b"transfer_rate_byte_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count", "_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "prefill_rate_token_count", b"prefill_rate_token_count", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "suspect_count", b"suspect_count", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_rate_token_count: _TypeAlias = _typing.Literal["prefill_rate_token_count"]  # noqa: Y015
+    _WhichOneofArgType__prefill_rate_token_count: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count"]  # noqa: Y015
     _WhichOneofReturnType__transfer_rate_byte_count: _TypeAlias = _typing.Literal["transfer_rate_byte_count"]  # noqa: Y015
     _WhichOneofArgType__transfer_rate_byte_count: _TypeAlias = _typing.Literal["_transfer_rate_byte_count", b"_transfer_rate_byte_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_rate_token_count) -> _WhichOneofReturnType__prefill_rate_token_count | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer_rate_byte_count) -> _WhichOneofReturnType__transfer_rate_byte_count | None: ...
 
 Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015

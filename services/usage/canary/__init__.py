@@ -1,0 +1,1 @@
+"""A new version under trial: evidence and judge (pure), and the controller that moves its weights."""

@@ -1,0 +1,197 @@
+"""What this worker computed, told to the ledger: one event an attempt, and how its time was spent.
+
+Collects on the event loop, writes batches to the pool's usage stream, at most one entry a second and 500 attempts. The
+ledger drops what it has by its id, so a batch whose fate is unknown is written again. Bounded: over it the oldest go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+from google.protobuf import duration_pb2, timestamp_pb2
+from millrace.usage.v1 import usage_event_pb2
+
+from services.common.clock import Clock
+from services.common.errors import MillraceError
+from services.worker.engine.step_costs import ChoiceCost
+from services.worker.engine_loop import LoopReport
+from services.worker.load_reporter import WorkerIdentity
+from services.worker.streams import RequestStream
+from services.worker.time_account import TimeSpent
+
+FLUSH_S = 1.0
+TIME_EVERY_S = 10.0
+BATCH = 500
+MAX_PENDING = 16_384
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """An attempt that the engine is not done with. `left` counts its choices without a last output."""
+
+    stream: RequestStream
+    left: int
+    costs: list[ChoiceCost] = dataclasses.field(default_factory=list)
+
+
+class AttemptLog:
+    """Attempts in hand, and the events of those that ended, until they are taken."""
+
+    def __init__(self, worker_instance: str) -> None:
+        self._instance = worker_instance
+        self._open: dict[tuple[str, int], _Open] = {}
+        self._events: deque[usage_event_pb2.AttemptEvent] = deque()
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def open(self, stream: RequestStream) -> None:
+        """The engine will get this attempt."""
+        facts = stream.facts
+        self._open[facts.request_id, facts.epoch] = _Open(stream, len(stream.choices))
+
+    def take_report(self, report: LoopReport, now_wall: float) -> None:
+        """Engine outputs that the streams have taken already; an attempt whose choices all ended becomes an event."""
+        for cost in report.costs:
+            if (attempt := self._open.get((cost.key.request_id, cost.key.epoch))) is not None:
+                attempt.costs.append(cost)
+        for output in report.outputs:
+            key = output.key.request_id, output.key.epoch
+            if output.finish_reason is None or (attempt := self._open.get(key)) is None:
+                continue
+            attempt.left -= 1
+            if not attempt.left:
+                self._end(key, now_wall)
+        for rejection in report.rejections:
+            self._end((rejection.request_id, rejection.epoch), now_wall)
+        if report.failed:
+            for key in list(self._open):
+                self._end(key, now_wall)
+
+    def peek(self, count: int) -> list[usage_event_pb2.AttemptEvent]:
+        """The oldest events."""
+        return [self._events[index] for index in range(min(count, len(self._events)))]
+
+    def forget(self, events: Iterable[usage_event_pb2.AttemptEvent]) -> None:
+        """These were written."""
+        written = {id(event) for event in events}
+        self._events = deque(event for event in self._events if id(event) not in written)
+
+    def is_idle(self) -> bool:
+        """True when the engine is done with every attempt."""
+        return not self._open
+
+    def _end(self, key: tuple[str, int], now_wall: float) -> None:
+        attempt = self._open.pop(key, None)
+        if attempt is None:
+            return
+        if len(self._events) >= MAX_PENDING:
+            lost = self._events.popleft()
+            structlog.get_logger().error("attempt_event_given_up", request_id=lost.request_id)
+        self._events.append(_event(attempt, self._instance, now_wall))
+
+
+class UsageReporter:
+    """Writes what the log holds. `publish` appends one entry to the usage stream; raises MillraceError."""
+
+    def __init__(
+        self,
+        log: AttemptLog,
+        publish: Callable[[bytes], Awaitable[None]],
+        identity: WorkerIdentity,
+        time_spent: Callable[[], TimeSpent],
+        clock: Clock,
+    ) -> None:
+        self._log = log
+        self._publish = publish
+        self._identity = identity
+        self._time_spent = time_spent
+        self._clock = clock
+        self._told: TimeSpent | None = None
+        self._sequence = 0
+        self._away = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._told = self._time_spent()
+        while True:
+            await self._clock.sleep(FLUSH_S)
+            await self.flush()
+
+    async def flush(self, *, last: bool = False) -> None:
+        """Write what is due, the `last` time also a shorter span; what Redis does not take is kept."""
+        spent = self._time_spent()
+        due = self._told is not None and (last or spent.until - self._told.until >= TIME_EVERY_S)
+        while len(self._log) or due:
+            events = self._log.peek(BATCH)
+            report = usage_event_pb2.WorkerReport(attempts=events)
+            if due and self._told is not None:
+                report.times.append(self._span(self._told, spent))
+            try:
+                await self._publish(report.SerializeToString())
+            except MillraceError as error:
+                if not self._away:
+                    structlog.get_logger().warning("usage_report_delayed", reason=error.row.reason)
+                self._away = True
+                return
+            self._away = False
+            self._log.forget(events)
+            if due:
+                self._told, self._sequence, due = spent, self._sequence + 1, False
+
+    def _span(self, since: TimeSpent, until: TimeSpent) -> usage_event_pb2.WorkerTime:
+        now_wall, now = self._clock.wall(), self._clock.monotonic()
+        return usage_event_pb2.WorkerTime(
+            worker_instance=self._identity.instance,
+            sequence=self._sequence + 1,
+            model=self._identity.model,
+            start_time=_stamp(now_wall - (now - since.until)),
+            end_time=_stamp(now_wall - (now - until.until)),
+            busy=_seconds(until.busy_s - since.busy_s),
+            idle=_seconds(until.idle_s - since.idle_s),
+        )
+
+
+def _event(attempt: _Open, worker_instance: str, now_wall: float) -> usage_event_pb2.AttemptEvent:
+    stream, costs = attempt.stream, attempt.costs
+    facts, marks = stream.facts, stream.marks
+    event = usage_event_pb2.AttemptEvent(
+        request_id=facts.request_id,
+        tenant=facts.entry.tenant,
+        attempt=facts.attempt,
+        epoch=facts.epoch,
+        worker_instance=worker_instance,
+        model=facts.entry.model,
+        priority_class=facts.entry.priority_class,
+        prompt_token_count=facts.prompt_token_count,
+        cached_token_count=stream.cached_token_count,
+        prefill_token_count=sum(cost.prefill_token_count for cost in costs),
+        decode_token_count=sum(cost.decode_token_count for cost in costs),
+        accepted_draft_token_count=sum(cost.accepted_draft_token_count for cost in costs),
+        rejected_draft_token_count=sum(cost.rejected_draft_token_count for cost in costs),
+        block_milliseconds=round(sum(cost.block_seconds for cost in costs) * 1000),
+        prefill_time=_seconds(sum(cost.prefill_seconds for cost in costs)),
+        decode_time=_seconds(sum(cost.decode_seconds for cost in costs)),
+        choices=[
+            usage_event_pb2.ChoiceRange(choice=choice.index, start_index=choice.start, end_index=choice.end)
+            for choice in stream.choices.values()
+        ],
+        error_reason=stream.failure.reason if stream.failure is not None else "",
+        end_time=_stamp(now_wall),
+    )
+    if marks.start is not None:
+        event.start_time.CopyFrom(_stamp(marks.start))
+    return event
+
+
+def _seconds(seconds: float) -> duration_pb2.Duration:
+    whole = int(seconds)
+    return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
+
+
+def _stamp(unix_seconds: float) -> timestamp_pb2.Timestamp:
+    whole = int(unix_seconds)
+    return timestamp_pb2.Timestamp(seconds=whole, nanos=int((unix_seconds - whole) * 1e9))
