@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 _WORK = ("model", "version", "priority_class", "length_class", "tenant")
 _MODEL = ("model", "version")
 _TIER = (*_MODEL, "tier")
+_TRANSFER = (*_MODEL, "transport", "outcome")
+_CAUSE = (*_MODEL, "cause")
 _TOKEN_GAP = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1.0, 2.5)
 _FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -65,7 +67,11 @@ class Metrics:
         self.tier_blocks_total = counter(
             "tier_blocks", "KV blocks spilled, skipped as the disk lagged, or dropped as spoilt.", (*_MODEL, "outcome")
         )
-        self.kv_orphans_total = counter("kv_orphans", "Reports of KV blocks that no request waited for.", _MODEL)
+        self.kv_orphan_blocks_total = counter("kv_orphan_blocks", "KV blocks come or kept for nobody.", _MODEL)
+        self.kv_staging_slots = gauge("kv_staging_slots", "Places for blocks of peers, by state.", (*_MODEL, "state"))
+        self.transfer_bytes_total = counter("transfer_bytes", "Bytes of KV blocks from peers.", _TRANSFER)
+        self.transfer_seconds = Histogram("millrace_transfer_seconds", "From ask to end.", _TRANSFER, registry=r)
+        self.prefill_fallbacks_total = counter("prefill_fallbacks", "Prompts that a peer did not deliver.", _CAUSE)
         self.disk_tier_on = gauge("disk_tier_on", "1 while the disk tier works, else 0.")
         self.prefill_placings_total = counter(
             "prefill_placings", "Prompts submitted, by why a PREFILL worker computes them or not.", (*_MODEL, "reason")

@@ -61,7 +61,8 @@ class EngineSettings:
     """Knobs of the engine; None or "auto" lets the model and the machine decide.
 
     `role`: `aggregated` does everything, `prefill` computes blocks of prompts for others, `decode` may have them so
-    computed.
+    computed. Blocks of peers land in `kv_staging_bytes` of memory; each side gives up `kv_lease_ms` after the last sign
+    of the other.
 
     `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
     `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
@@ -71,6 +72,8 @@ class EngineSettings:
     """
 
     role: WorkerRole = WorkerRole.AGGREGATED
+    kv_staging_bytes: int = 128 << 20
+    kv_lease_ms: int = 3_000
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -107,6 +110,8 @@ def _whole(text: str) -> int:
 _Knob = int | float | str | SpeculationSetting | WorkerRole
 _KNOBS: dict[str, Callable[[str], _Knob]] = {
     "role": parse_role,
+    "kv_staging_bytes": parse_positive,
+    "kv_lease_ms": parse_positive,
     "max_model_len": parse_positive,
     "max_num_seqs": parse_positive,
     "max_num_batched_tokens": parse_positive,

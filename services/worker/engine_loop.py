@@ -22,6 +22,7 @@ from services.worker.engine.engine_config import EngineError, NeverFitsError
 from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents
 from services.worker.engine.request import EngineRequest, SamplingParams
 from services.worker.engine.step_costs import ChoiceCost
+from services.worker.kv_moves import KVCommand, KVMoves, KVReport, PeeredEngine
 from services.worker.requests import Abort
 from services.worker.time_account import TimeAccount, TimeSpent
 
@@ -33,9 +34,10 @@ STALE_FLOOR_S = 5.0
 STALE_STEPS = 10.0
 _MEAN_WEIGHT = 0.05
 _CANARY = "canary"
+Command = EngineRequest | Abort | KVCommand
 
 
-class SteppedEngine(Protocol):
+class SteppedEngine(PeeredEngine, Protocol):
     """The part of `engine.Engine` that the loop uses."""
 
     def add_request(self, request: EngineRequest, *, now: float) -> None: ...
@@ -72,6 +74,7 @@ class LoopReport:
     failed: bool
     cache: list[KVEvents] = dataclasses.field(default_factory=list)
     costs: list[ChoiceCost] = dataclasses.field(default_factory=list)
+    kv: KVReport = dataclasses.field(default_factory=KVReport)
 
 
 class EngineLoop:
@@ -79,10 +82,11 @@ class EngineLoop:
 
     def __init__(self, engine: SteppedEngine, *, clock: Clock) -> None:
         self._engine = engine
+        self._moves = KVMoves(engine)
         self._clock = clock
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._condition = threading.Condition()
-        self._inbox: list[EngineRequest | Abort] = []
+        self._inbox: list[Command] = []
         self._stopping = False
         self._failed = False
         self._busy = False
@@ -116,7 +120,11 @@ class EngineLoop:
 
     def abort(self, aborts: Iterable[Abort]) -> None:
         """Stop choices; each ends as CANCELLED in a later report."""
-        self._put(list(aborts))
+        self._put(aborts)
+
+    def move(self, command: KVCommand) -> None:
+        """Take in or hand out blocks between two steps; what comes of it is in a later report."""
+        self._put([command])
 
     async def stop(self) -> bool:
         """End the thread after the step in hand; False when it did not end within 5 s (a frozen engine)."""
@@ -193,8 +201,9 @@ class EngineLoop:
                     engine.note_step_time(taken[0])
                 costs = self._share_time(stats.scheduled_token_count) if has_stepped else []
                 cache = self._cache_changes(self._beat_at)
-                if commands or outputs or taken or cache:
-                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache, costs))
+                moves = self._moves.collect()
+                if commands or outputs or taken or cache or moves:
+                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache, costs, moves))
         except Exception as error:
             structlog.get_logger().error("engine_failed", error=type(error).__name__, exc_info=error)
             self._failed = True
@@ -204,7 +213,7 @@ class EngineLoop:
                 report.costs.extend(engine.take_costs(0.0))
             self._report(report)
 
-    def _wait(self) -> list[EngineRequest | Abort] | None:
+    def _wait(self) -> list[Command] | None:
         with self._condition:
             while not self._inbox and not self._stopping and not self._engine.has_work():
                 self._busy = False
@@ -227,9 +236,12 @@ class EngineLoop:
             commands, self._inbox = self._inbox, []
             return commands
 
-    def _obey(self, command: EngineRequest | Abort, now: float) -> Rejection | None:
+    def _obey(self, command: Command, now: float) -> Rejection | None:
         if isinstance(command, Abort):
             self._engine.abort(command.request_id, epoch=command.epoch, choice=command.choice)
+            return None
+        if not isinstance(command, EngineRequest):
+            self._moves.obey(command)
             return None
         try:
             self._engine.add_request(command, now=now)
@@ -266,6 +278,7 @@ class EngineLoop:
             pending.step_seconds.extend(report.step_seconds)
             pending.cache.extend(report.cache)
             pending.costs.extend(report.costs)
+            pending.kv.extend(report.kv)
             self._pending = dataclasses.replace(
                 pending, stats=report.stats or pending.stats, failed=pending.failed or report.failed
             )
@@ -275,7 +288,7 @@ class EngineLoop:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     # --- the event loop's thread ---------------------------------------------------------------------------------
-    def _put(self, commands: list[EngineRequest | Abort] | list[EngineRequest] | list[Abort]) -> None:
+    def _put(self, commands: Iterable[Command]) -> None:
         with self._condition:
             self._inbox.extend(commands)
             self._condition.notify()

@@ -70,6 +70,9 @@ class LoadBoard:
         self._sequence = 0
         self.cache = CacheBoard(identity.instance)
         self.draining = False
+        # Prompts being computed for peers, and how fast blocks of peers come, in bytes a second.
+        self.prefill_count = 0
+        self.transfer_rate: float | None = None
         self.started = False
 
     @property
@@ -84,7 +87,7 @@ class LoadBoard:
 
     def free_slots(self) -> int:
         """Choices that the batch still has room for."""
-        return max(0, self._identity.max_num_seqs - self._table.slot_count)
+        return max(0, self._identity.max_num_seqs - self._table.slot_count - self.prefill_count)
 
     def free_blocks(self) -> int:
         """Blocks that a new prompt could take now, those promised to accepted prompts excluded."""
@@ -108,6 +111,7 @@ class LoadBoard:
             self.draining,
             self.ready,
             len(self._table),
+            self.prefill_count,
         )
         if shown != self._shown:
             self._shown = shown
@@ -133,11 +137,13 @@ class LoadBoard:
             attached_gateways=self._table.attached_gateways(),
             draining=self.draining,
             ready=self.ready,
-            in_flight_count=len(self._table.unfinished()),
+            in_flight_count=len(self._table.unfinished()) + self.prefill_count,
             kv_token_byte_count=identity.kv_token_bytes,
             suspect_count=self._table.suspect_count,
             prefill_rate_token_count=self._prefill_rate.per_second,
         )
+        if self.transfer_rate is not None:
+            message.transfer_rate_byte_count = round(self.transfer_rate)
         age = self._engine.progress_age()
         if age is not None:
             message.progress_age.CopyFrom(wire.duration_of(max(0.0, age)))
@@ -224,7 +230,7 @@ class LoadMetrics:
             (metrics.prefix_hit_tokens_total.labels(*labels).inc, lambda s: s.prefix_hit_token_total),
             (metrics.prompt_tokens_total.labels(*labels).inc, lambda s: s.prefill_token_total),
             (metrics.completion_tokens_total.labels(*labels).inc, lambda s: s.decode_token_total),
-            (metrics.kv_orphans_total.labels(*labels).inc, lambda s: s.transfer.orphan_total),
+            (metrics.kv_orphan_blocks_total.labels(*labels).inc, lambda s: s.transfer.orphan_block_total),
             (metrics.tier_hit_tokens_total.labels(*labels, "host").inc, lambda s: s.tiers.host_hit_token_total),
             (metrics.tier_hit_tokens_total.labels(*labels, "disk").inc, lambda s: s.tiers.disk_hit_token_total),
             (metrics.tier_blocks_total.labels(*labels, "spilled").inc, lambda s: s.tiers.spilled_block_total),

@@ -25,6 +25,7 @@ from services.worker.attach import GatewayHub
 from services.worker.config import WorkerRole
 from services.worker.engine.engine_config import EngineError, NeverFitsError
 from services.worker.engine.request import EngineRequest
+from services.worker.kv_peers import KVPeers
 from services.worker.load_reporter import LoadBoard, WorkerIdentity
 from services.worker.requests import RequestTable, StaleEpochError
 from services.worker.streams import RequestFacts, RequestStream
@@ -61,6 +62,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         table: RequestTable,
         hub: GatewayHub,
         board: LoadBoard,
+        peers: KVPeers,
         clock: Clock,
     ) -> None:
         """`begin_drain(grace seconds)` is set by the app that runs this service."""
@@ -69,6 +71,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self._table = table
         self._hub = hub
         self._board = board
+        self._peers = peers
         self._clock = clock
         self.begin_drain: Callable[[float], None] = lambda grace_s: None
 
@@ -119,6 +122,14 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         await context.send_initial_metadata(())
         await self._hub.serve(request_iterator, context.write)
 
+    async def Prefill(  # type: ignore[override]  # a coroutine that writes, as Attach
+        self,
+        request_iterator: AsyncIterator[worker_service_pb2.PrefillRequest],
+        context: grpc.aio.ServicerContext[worker_service_pb2.PrefillRequest, worker_service_pb2.PrefillResponse],
+    ) -> None:
+        """Compute a prompt for a peer."""
+        await self._peers.desk.serve(request_iterator, context.write)
+
     async def Watch(
         self, request: worker_service_pb2.WatchRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_service_pb2.WatchResponse]:
@@ -152,9 +163,12 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         facts = self._facts(request, engine_request)
         crash_point("worker.before_accept")
         starts = {choice.index: len(choice.output_token_ids) for choice in engine_request.choices}
+        if request.HasField("prefill_peer"):
+            engine_request = self._peers.expect(engine_request, request.prefill_peer.address, facts.traceparent)
         try:
             self._hub.submit(RequestStream(facts, starts, now_wall=self._clock.wall()), engine_request)
         except StaleEpochError:
+            self._peers.remotes.forget((facts.request_id, facts.epoch))
             raise _Refused(
                 worker_service_pb2.SUBMIT_REFUSAL_STALE_EPOCH, "A newer or cancelled epoch is known."
             ) from None

@@ -36,7 +36,7 @@ _FINISH_REASONS: dict[FinishReason, common_pb2.FinishReason.ValueType] = {
     FinishReason.EXPIRED: common_pb2.FINISH_REASON_EXPIRED,
     FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
 }
-_PRIORITIES: dict[int, PriorityClass] = {
+_PRIORITIES: dict[common_pb2.PriorityClass.ValueType, PriorityClass] = {
     common_pb2.PRIORITY_CLASS_INTERACTIVE: PriorityClass.INTERACTIVE,
     common_pb2.PRIORITY_CLASS_BATCH: PriorityClass.BATCH,
 }
@@ -58,11 +58,16 @@ def finish_reason(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
     return _FINISH_REASONS[reason]
 
 
-def priority_class(value: int) -> PriorityClass:
+def priority_class(value: common_pb2.PriorityClass.ValueType) -> PriorityClass:
     """Raises WireError for UNSPECIFIED and unknown values."""
     if value not in _PRIORITIES:
         raise WireError("priority_class is not set")
     return _PRIORITIES[value]
+
+
+def priority_class_message(value: PriorityClass) -> common_pb2.PriorityClass.ValueType:
+    """The wire's name of a class."""
+    return next(message for message, known in _PRIORITIES.items() if known is value)
 
 
 def position_logprobs(value: TokenLogprobs) -> common_pb2.PositionLogprobs:
@@ -113,10 +118,9 @@ def engine_request(
     With prefixes, exactly the listed choices run, each after its prefix; choices not listed have ended.
     Raises WireError.
     """
-    _require(0 < len(entry.request_id) <= MAX_ID_CHARS, "request_id")
+    request_id(entry.request_id)
     _require(epoch > 0, "epoch")
     _require(len(entry.token_ids) > 0, "token_ids")
-    _require(math.isfinite(entry.weight) and entry.weight >= 0, "weight")
     _check_vocabulary("token_ids", entry.token_ids, vocab_size)
     return EngineRequest(
         request_id=entry.request_id,
@@ -125,11 +129,23 @@ def engine_request(
         sampling=sampling_params(entry.sampling, vocab_size=vocab_size),
         choices=_choices(entry, vocab_size),
         tenant=entry.tenant,
-        weight=entry.weight if entry.weight > 0 else 1.0,
+        weight=weight(entry.weight),
         priority_class=priority_class(entry.priority_class),
         cache_salt=entry.cache_salt,
         deadline=deadline,
     )
+
+
+def request_id(text: str) -> str:
+    """Raises WireError unless the id is of a sound length."""
+    _require(0 < len(text) <= MAX_ID_CHARS, "request_id")
+    return text
+
+
+def weight(value: float) -> float:
+    """A tenant's share, 1 where none is set. Raises WireError."""
+    _require(math.isfinite(value) and value >= 0, "weight")
+    return value if value > 0 else 1.0
 
 
 def seconds_of(duration: duration_pb2.Duration) -> float:

@@ -25,16 +25,18 @@ from services.common.grpc_server import GrpcServer, start_server
 from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
-from services.common.tls import GATEWAY, OPERATOR, ROUTER, access, load_tls
+from services.common.tls import GATEWAY, OPERATOR, ROUTER, WORKER, access, load_tls
 from services.worker.attach import GatewayHub
 from services.worker.attempt_records import AttemptRecorder
 from services.worker.config import WorkerConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.engine_config import EngineConfig
-from services.worker.engine_loop import EngineLoop
+from services.worker.engine_loop import EngineLoop, LoopReport
 from services.worker.grammar_gate import GrammarGate
+from services.worker.kv_peers import KVPeers
 from services.worker.load_reporter import LoadBoard, LoadMetrics, RegistryLease, WorkerIdentity
 from services.worker.model_source import LoadedModel, load_model
+from services.worker.peer_wiring import build_peers
 from services.worker.requests import RequestTable
 from services.worker.runtime.tier_disk import DiskTier
 from services.worker.runtime.tier_file import FileFormat
@@ -53,6 +55,7 @@ CALLERS = {
     "Watch": (ROUTER,),
     "WatchCache": (ROUTER,),
     "Drain": (ROUTER, OPERATOR),
+    "Prefill": (WORKER,),
 }
 CANARY_TIMEOUT_S = 120.0
 LAST_FRAMES_S = 1.0
@@ -81,6 +84,12 @@ class WorkerParts:
     service: WorkerService
     tiers: TierStore | None
     reporter: UsageReporter
+    peers: KVPeers
+
+    def on_report(self, report: LoopReport) -> None:
+        """Tell everybody what the engine did: peers first, so that what has ended for a gateway has ended for them."""
+        self.peers.on_report(report)
+        self.hub.on_report(report)
 
 
 class WorkerApp:
@@ -146,6 +155,7 @@ class WorkerApp:
             await self._end_task(name)
         parts.hub.close_sessions()
         await parts.gate.close()
+        await parts.peers.close()
         if self._server is not None:
             await self._server.stop(0.5)
         if not await parts.engine.stop():
@@ -168,7 +178,7 @@ class WorkerApp:
     async def _start(self) -> None:
         parts, config = self.parts, self.parts.config
         self._metrics_server = await _metrics_server(self)
-        parts.engine.start(parts.hub.on_report)
+        parts.engine.start(parts.on_report)
         try:
             await parts.engine.canary(parts.canary_token_id, CANARY_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
@@ -197,6 +207,10 @@ class WorkerApp:
         if not await parts.hub.wait_ended(grace_s):
             parts.hub.fail_all(Failure("DRAINING", "The worker is leaving.", retryable=True))
             await parts.hub.wait_ended(LAST_FRAMES_S)
+        # A worker has requests of gateways or prompts of peers, not both.
+        if not await parts.peers.desk.wait_ended(grace_s):
+            parts.peers.desk.fail_all()
+            await parts.peers.desk.wait_ended(LAST_FRAMES_S)
 
     def _add_service(self, server: grpc.aio.Server) -> None:
         worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(self.parts.service, server)
@@ -233,8 +247,7 @@ def build(
     if store is None:
         redis = connect(config.redis_url, load_tls(config.tls_dir))
         store = AdmissionStore(redis)
-    metrics = Metrics()
-    table = RequestTable()
+    metrics, table = Metrics(), RequestTable()
     tiers = _tiers(config, loaded, clock)
     engine = EngineLoop(_engine(config, loaded, tiers), clock=clock)
     gate = GrammarGate(engine, loaded.grammars)
@@ -251,9 +264,10 @@ def build(
         terminals=terminals,
         clock=clock,
     )
-    gate.on_report = hub.on_report
-    service = WorkerService(identity=identity, model=loaded.served, table=table, hub=hub, board=board, clock=clock)
-    token_id = card.bos_token_id if card.HasField("bos_token_id") else min(card.eos_token_ids, default=0)
+    peers = build_peers(config, loaded, identity, engine=engine, board=board, metrics=metrics, clock=clock)
+    service = WorkerService(
+        identity=identity, model=loaded.served, table=table, hub=hub, board=board, peers=peers, clock=clock
+    )
     parts = WorkerParts(
         config,
         identity,
@@ -267,13 +281,14 @@ def build(
         store,
         redis,
         clock,
-        token_id,
+        card.bos_token_id if card.HasField("bos_token_id") else min(card.eos_token_ids, default=0),
         service,
         tiers,
         reporter,
+        peers,
     )
-    app = WorkerApp(parts)
-    service.begin_drain = app.begin_drain
+    gate.on_report = parts.on_report
+    service.begin_drain = (app := WorkerApp(parts)).begin_drain
     return app
 
 

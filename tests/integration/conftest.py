@@ -1,4 +1,4 @@
-"""Databases for the suites of the usage service: each test runs on SQLite and on PostgreSQL."""
+"""Databases for the suites of the usage service, each test on SQLite and on PostgreSQL; spans in memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.util._once import Once
 
 from services.usage.store import Store, open_store
 from tests.helpers import containers
@@ -35,3 +40,15 @@ def store(database_url: str) -> Iterator[Store]:
     opened = open_store(database_url)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """Every span that ends in this test."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", Once())
+    yield exporter
+    provider.shutdown()

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from services.worker.engine.engine_config import NeverFitsError
 from services.worker.engine.kv_blocks import KVBlock
-from services.worker.engine.kv_transfer import RemotePrefill
+from services.worker.engine.kv_transfer import ImportOutcome, RemotePrefill
 from services.worker.engine.proposer import NgramProposer
 from services.worker.engine.request import (
     Choice,
@@ -258,7 +258,14 @@ class EngineMachine(RuleBasedStateMachine):
         elif fault == "spoilt" and blocks:
             spoilt = blocks[number % len(blocks)]
             blocks[number % len(blocks)] = spoilt._replace(payload=bytes(len(spoilt.payload)))
-        self.rig.engine.kv_received(request_id, epoch, blocks)
+        if self.rig.engine.kv_received(request_id, epoch, blocks) is not ImportOutcome.WAITING:
+            return
+        if fault == "short":
+            start = prefill.start + len(blocks) * self.peer.runner.spec.block_size
+            self.asked.append(dataclasses.replace(prefill, start=start))
+        else:
+            # The peer knows the prompt, not what was said after it.
+            self.rig.engine.kv_failed(request_id, epoch)
 
     @rule(number=st.integers(0, 99))
     def a_peer_takes_its_blocks(self, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.worker.engine.kv_blocks import KVBlock
-from services.worker.engine.kv_transfer import RemotePrefill
+from services.worker.engine.kv_transfer import ImportOutcome, RemotePrefill
 from services.worker.engine.request import FinishReason, KVRole, RequestKey, SamplingParams
 from tests.helpers.engine import EngineRig, assert_engine_empty, echoes, make_request, make_spec, prompt
 
@@ -42,7 +42,7 @@ def test_imported_blocks_leave_the_rest_of_the_prompt_to_compute() -> None:
     blocks = prefilled()
     assert (prefill.start, prefill.full_hashes) == (0, tuple(block.full_hash for block in blocks))
 
-    assert rig.engine.kv_received("a", 1, blocks)
+    assert rig.engine.kv_received("a", 1, blocks) is ImportOutcome.READY
     rig.run()
 
     assert rig.token_ids("a") == echoes("a", 6)
@@ -87,12 +87,49 @@ def test_a_spoilt_block_and_those_after_it_are_computed_here(kept: int, computed
     blocks = prefilled()
     blocks[kept] = blocks[kept]._replace(payload=blocks[kept + 1].payload)
 
-    assert rig.engine.kv_received("a", 1, blocks)
+    assert rig.engine.kv_received("a", 1, blocks) is ImportOutcome.SPOILT
     rig.run()
 
     assert rig.token_ids("a") == echoes("a", 6)
     assert rig.computed_tokens("a") == computed + 5
     assert rig.engine.stats(rig.now).transfer.refused_block_total == 5 - kept
+    assert_engine_empty(rig)
+
+
+def test_blocks_come_in_parts_and_each_can_be_hit_at_once() -> None:
+    rig = EngineRig()
+    waiting(rig)
+    blocks = prefilled()
+
+    assert rig.engine.kv_received("a", 1, blocks[:2]) is ImportOutcome.WAITING
+    rig.add(make_request("short", prompt(10), max_tokens=2))
+    rig.step(3)
+    assert rig.token_ids("a") == []
+    assert rig.outputs[RequestKey("short", 0, 1)][0].cached_token_count == 8
+    assert rig.engine.kv_received("a", 1, []) is ImportOutcome.WAITING
+    assert rig.engine.kv_received("a", 1, blocks[2:]) is ImportOutcome.READY
+    rig.run()
+
+    assert rig.token_ids("a") == echoes("a", 6)
+    assert rig.computed_tokens("a") == 2 + 5
+    assert_engine_empty(rig)
+
+
+@pytest.mark.parametrize("is_spoilt", [False, True])
+def test_parts_that_came_stand_when_the_rest_does_not_come(is_spoilt: bool) -> None:
+    rig = EngineRig()
+    waiting(rig)
+    blocks = prefilled()
+
+    rig.engine.kv_received("a", 1, blocks[:3])
+    if is_spoilt:
+        assert rig.engine.kv_received("a", 1, blocks[:1]) is ImportOutcome.SPOILT
+    else:
+        assert rig.engine.kv_failed("a", 1)
+    rig.run()
+
+    assert rig.token_ids("a") == echoes("a", 6)
+    assert rig.computed_tokens("a") == LENGTH - 12 + 5
     assert_engine_empty(rig)
 
 
@@ -143,9 +180,10 @@ def test_an_end_while_waiting_frees_everything_within_a_step(ending: FinishReaso
 
     assert rig.finish("a") is ending
     assert_engine_empty(rig)
-    assert not rig.engine.kv_received("a", 1, prefilled())
+    assert rig.engine.kv_received("a", 1, prefilled()) is ImportOutcome.ORPHAN
     assert not rig.engine.kv_failed("a", 1)
     assert rig.engine.stats(rig.now).transfer.orphan_total == 2
+    assert rig.engine.stats(rig.now).transfer.orphan_block_total == 5
 
 
 def test_a_request_that_ended_before_its_peer_was_asked_is_not_asked_for() -> None:
@@ -163,7 +201,7 @@ def test_a_stale_epoch_is_an_orphan() -> None:
     rig = EngineRig()
     waiting(rig)
 
-    assert not rig.engine.kv_received("a", 0, prefilled())
+    assert rig.engine.kv_received("a", 0, prefilled()) is ImportOutcome.ORPHAN
     rig.engine.kv_failed("a", 1)
     rig.run()
 
@@ -219,6 +257,7 @@ def test_blocks_are_exported_chunk_by_chunk_and_kept_until_released() -> None:
     while rig.engine.has_work():
         rig.step()
         fresh = rig.engine.exported_kv("a", 1, start=len(seen))
+        assert rig.engine.exported_kv("a", 1, start=len(seen), limit=1) == fresh[:1]
         sizes.append(len(fresh))
         seen += fresh
     assert sizes[:3] == [2, 2, 1]

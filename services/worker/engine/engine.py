@@ -13,7 +13,7 @@ from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.isolation_check import check_isolation
 from services.worker.engine.kv_blocks import KVBlock, sealed
 from services.worker.engine.kv_tiers import KVTiers, SpilledBlocks
-from services.worker.engine.kv_transfer import RemotePrefill
+from services.worker.engine.kv_transfer import ImportOutcome, RemotePrefill
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.outputs import EngineOutput, EngineStats, KVEvents, ModelRunnerOutput
 from services.worker.engine.proposer import Proposer, Speculation
@@ -115,20 +115,18 @@ class Engine:
         """What to ask peers for, since the last call. Each must be answered by `kv_received` or `kv_failed`."""
         return self._scheduler.imports.take_announced()
 
-    def kv_received(self, request_id: str, epoch: int, blocks: Sequence[KVBlock]) -> bool:
-        """A peer's blocks, in the order asked for; copied in at once, the rest of the prompt is computed here.
-
-        False, counted as an orphan, when the request does not wait for them (any more).
-        """
+    def kv_received(self, request_id: str, epoch: int, blocks: Sequence[KVBlock]) -> ImportOutcome:
+        """A peer's next blocks, in the order asked for; copied in at once. They may come in several calls."""
         return self._scheduler.imports.received(request_id, epoch, blocks, self._runner)
 
     def kv_failed(self, request_id: str, epoch: int) -> bool:
-        """The peer will not deliver: the prompt is computed here. False, counted as an orphan, as above."""
+        """The peer delivers no more: the rest of the prompt is computed here. False, an orphan, when none waits."""
         return self._scheduler.imports.failed(request_id, epoch)
 
-    def exported_kv(self, request_id: str, epoch: int, *, start: int) -> list[KVBlock]:
-        """Copies of the full blocks of an EXPORT request's prompt computed so far, from the block `start` on."""
-        runner, held = self._runner, self._scheduler.kv.exports.blocks(request_id, epoch)[start:]
+    def exported_kv(self, request_id: str, epoch: int, *, start: int, limit: int | None = None) -> list[KVBlock]:
+        """Copies of an EXPORT request's computed blocks of the prompt, from the block `start` on, at most `limit`."""
+        end = None if limit is None else start + limit
+        runner, held = self._runner, self._scheduler.kv.exports.blocks(request_id, epoch)[start:end]
         return [sealed(full_hash, runner.export_block(block), runner.kv_layout) for block, full_hash in held]
 
     def release_kv(self, request_id: str, epoch: int) -> bool:

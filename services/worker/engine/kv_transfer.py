@@ -8,6 +8,7 @@ from the imported blocks: noise is a function of the position, so it is the toke
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
 from services.worker.engine.kv_blocks import KVBlock, is_intact
@@ -24,12 +25,35 @@ from services.worker.engine.step_builder import StepBuilder
 class RemotePrefill:
     """A request has its blocks and wants their contents: those of `full_hashes`, in order, from position `start` on.
 
-    The shell must answer by `kv_received` or `kv_failed`; what comes after the last full block is computed here.
+    The shell must answer by `kv_received`, as often as it takes, or `kv_failed`; what comes after the last full block
+    is computed here.
     """
 
     key: RequestKey
     start: int
     full_hashes: tuple[bytes, ...]
+
+
+class ImportOutcome(enum.Enum):
+    """What became of a request whose blocks were handed over.
+
+    WAITING: more are wanted. READY: all have come. SPOILT: one was not the right one, or not intact; it and all after
+    it are computed here. ORPHAN: nobody waits for them (any more).
+    """
+
+    WAITING = "waiting"
+    READY = "ready"
+    SPOILT = "spoilt"
+    ORPHAN = "orphan"
+
+
+@dataclasses.dataclass(slots=True)
+class _Waiting:
+    """A request, what it asked for, and how many of those blocks have come."""
+
+    request: Request
+    prefill: RemotePrefill
+    count: int = 0
 
 
 class KVImports:
@@ -40,12 +64,12 @@ class KVImports:
         self._queue = queue
         self._running = running
         self._max_waiting = max_waiting
-        self._waiting: dict[tuple[str, int], tuple[Request, RemotePrefill]] = {}
+        self._waiting: dict[tuple[str, int], _Waiting] = {}
         self._ready: list[Request] = []
         self._announced: list[RemotePrefill] = []
         self._imported_block_total = 0
         self._refused_block_total = 0
-        self._orphan_total = 0
+        self._orphan_total = self._orphan_block_total = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._ready)
@@ -71,7 +95,7 @@ class KVImports:
             return False
         prefill = RemotePrefill(request.key, start, hashes)
         request.state = RequestState.WAITING_FOR_REMOTE_KV
-        self._waiting[_name(request)] = (request, prefill)
+        self._waiting[_name(request)] = _Waiting(request, prefill)
         self._announced.append(prefill)
         return True
 
@@ -81,41 +105,43 @@ class KVImports:
         self._announced.clear()
         return announced
 
-    def received(self, request_id: str, epoch: int, blocks: Sequence[KVBlock], runner: ModelRunner) -> bool:
-        """Copy a peer's blocks in, as far as they are the right ones and intact; the rest is computed here.
+    def received(self, request_id: str, epoch: int, blocks: Sequence[KVBlock], runner: ModelRunner) -> ImportOutcome:
+        """Copy a peer's next blocks in, as far as they are the right ones and intact.
 
-        False, and nothing changes, when nobody waits for them (any more): they are counted as an orphan.
+        Those that have come stand, whatever becomes of the rest. What nobody waits for is counted as an orphan.
         """
-        waiting = self._waiting.pop((request_id, epoch), None)
+        waiting = self._waiting.get((request_id, epoch))
         if waiting is None:
             self._orphan_total += 1
-            return False
-        request, prefill = waiting
-        first = prefill.start // self._kv.block_size
-        count = 0
-        for full_hash, block, sent in zip(prefill.full_hashes, request.blocks[first:], blocks, strict=False):
+            self._orphan_block_total += len(blocks)
+            return ImportOutcome.ORPHAN
+        request, wanted = waiting.request, waiting.prefill.full_hashes
+        first, size, count = waiting.prefill.start // self._kv.block_size, self._kv.block_size, 0
+        places = request.blocks[first + waiting.count :]
+        for full_hash, block, sent in zip(wanted[waiting.count :], places, blocks, strict=False):
             if sent.full_hash != full_hash or not is_intact(sent, runner.kv_layout):
                 break
             runner.import_block(block, sent.payload)
             count += 1
+        waiting.count += count
         self._imported_block_total += count
         self._refused_block_total += len(blocks) - count
-        if not count:
-            self._fall_back(request)
-            return True
-        computed = prefill.start + count * self._kv.block_size
-        request.num_computed_tokens = min(computed, request.num_tokens - 1)
-        self._kv.publish(request)
-        self._ready.append(request)
-        return True
+        if count:
+            request.num_computed_tokens = min((first + waiting.count) * size, request.num_tokens - 1)
+            self._kv.publish(request)
+        is_complete = waiting.count == len(wanted)
+        if not is_complete and count == len(blocks):
+            return ImportOutcome.WAITING
+        self._go_on(waiting)
+        return ImportOutcome.READY if is_complete else ImportOutcome.SPOILT
 
     def failed(self, request_id: str, epoch: int) -> bool:
-        """The peer will not deliver: compute here. False, counted as an orphan, when nobody waits for it."""
-        waiting = self._waiting.pop((request_id, epoch), None)
+        """The peer delivers no more: compute the rest here. False, an orphan, when nobody waits for it."""
+        waiting = self._waiting.get((request_id, epoch))
         if waiting is None:
             self._orphan_total += 1
             return False
-        self._fall_back(waiting[0])
+        self._go_on(waiting)
         return True
 
     def resume(self, builder: StepBuilder) -> None:
@@ -140,16 +166,28 @@ class KVImports:
 
     def stats(self) -> TransferStats:
         """Counts as of now."""
-        return TransferStats(len(self), self._imported_block_total, self._refused_block_total, self._orphan_total)
+        return TransferStats(
+            len(self),
+            self._imported_block_total,
+            self._refused_block_total,
+            self._orphan_total,
+            self._orphan_block_total,
+        )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a waiting request is not in its state, or lacks a block."""
-        requests = [request for request, _ in self._waiting.values()] + self._ready
+        requests = [waiting.request for waiting in self._waiting.values()] + self._ready
         for request in requests:
             assert request.state is RequestState.WAITING_FOR_REMOTE_KV, f"{request} waits for blocks in another state"
             assert len(request.blocks) == self._kv.blocks_for(request.num_tokens), f"{request} lacks blocks"
 
-    def _fall_back(self, request: Request) -> None:
+    def _go_on(self, waiting: _Waiting) -> None:
+        """Nothing more will come: with what has come into the batch, or with nothing back to the queue."""
+        request = waiting.request
+        del self._waiting[_name(request)]
+        if waiting.count:
+            self._ready.append(request)
+            return
         self._kv.free(request)
         request.state = RequestState.WAITING
         self._queue.put(request)

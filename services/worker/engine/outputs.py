@@ -151,13 +151,14 @@ class TierStats:
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferStats:
     """Blocks taken over from peers. Refused ones were spoilt or others than asked for; an orphan is a report that
-    nobody waited for (any more).
+    nobody waited for (any more), the blocks in it are orphan blocks.
     """
 
     waiting_count: int = 0
     imported_block_total: int = 0
     refused_block_total: int = 0
     orphan_total: int = 0
+    orphan_block_total: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

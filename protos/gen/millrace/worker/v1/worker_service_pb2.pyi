@@ -59,6 +59,38 @@ SUBMIT_REFUSAL_WRONG_ROLE: SubmitRefusal.ValueType  # 10
 """A worker of role PREFILL computes blocks for its peers and no answers."""
 Global___SubmitRefusal: _TypeAlias = SubmitRefusal  # noqa: Y015
 
+class _PrefillRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PrefillRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefillRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREFILL_REFUSAL_UNSPECIFIED: _PrefillRefusal.ValueType  # 0
+    PREFILL_REFUSAL_NO_ROOM: _PrefillRefusal.ValueType  # 1
+    PREFILL_REFUSAL_DRAINING: _PrefillRefusal.ValueType  # 2
+    PREFILL_REFUSAL_WRONG_ROLE: _PrefillRefusal.ValueType  # 3
+    PREFILL_REFUSAL_WRONG_VERSION: _PrefillRefusal.ValueType  # 4
+    PREFILL_REFUSAL_WRONG_LAYOUT: _PrefillRefusal.ValueType  # 5
+    PREFILL_REFUSAL_STALE_EPOCH: _PrefillRefusal.ValueType  # 6
+    PREFILL_REFUSAL_INVALID: _PrefillRefusal.ValueType  # 7
+    PREFILL_REFUSAL_EXPIRED: _PrefillRefusal.ValueType  # 8
+    PREFILL_REFUSAL_FAILED: _PrefillRefusal.ValueType  # 9
+
+class PrefillRefusal(_PrefillRefusal, metaclass=_PrefillRefusalEnumTypeWrapper):
+    """PrefillRefusal says why a peer does not compute or deliver (any more)."""
+
+PREFILL_REFUSAL_UNSPECIFIED: PrefillRefusal.ValueType  # 0
+PREFILL_REFUSAL_NO_ROOM: PrefillRefusal.ValueType  # 1
+PREFILL_REFUSAL_DRAINING: PrefillRefusal.ValueType  # 2
+PREFILL_REFUSAL_WRONG_ROLE: PrefillRefusal.ValueType  # 3
+PREFILL_REFUSAL_WRONG_VERSION: PrefillRefusal.ValueType  # 4
+PREFILL_REFUSAL_WRONG_LAYOUT: PrefillRefusal.ValueType  # 5
+PREFILL_REFUSAL_STALE_EPOCH: PrefillRefusal.ValueType  # 6
+PREFILL_REFUSAL_INVALID: PrefillRefusal.ValueType  # 7
+PREFILL_REFUSAL_EXPIRED: PrefillRefusal.ValueType  # 8
+PREFILL_REFUSAL_FAILED: PrefillRefusal.ValueType  # 9
+Global___PrefillRefusal: _TypeAlias = PrefillRefusal  # noqa: Y015
+
 @_typing.final
 class GetModelCardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -986,3 +1018,366 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class PrefillRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def start(self) -> Global___PrefillStart: ...
+    @_builtins.property
+    def renew(self) -> Global___PrefillRenew: ...
+    def __init__(
+        self,
+        *,
+        start: Global___PrefillStart | None = ...,
+        renew: Global___PrefillRenew | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "renew", b"renew", "start", b"start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "renew", b"renew", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["start", "renew"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
+
+@_typing.final
+class PrefillStart(_message.Message):
+    """PrefillStart is the first message of a Prefill call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    PRIORITY_CLASS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HELD_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    REMAINING_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    epoch: _builtins.int
+    worker_instance: _builtins.str
+    """The worker that asks."""
+    tenant: _builtins.str
+    weight: _builtins.float
+    priority_class: _common_pb2.PriorityClass.ValueType
+    cache_salt: _builtins.bytes
+    token_ids: _builtins.bytes
+    """All tokens up to the end of the last block wanted, as little-endian uint32."""
+    held_block_count: _builtins.int
+    """Blocks at the start of the prompt that are not wanted: the asker has them."""
+    @_builtins.property
+    def model(self) -> _common_pb2.ModelRef: ...
+    @_builtins.property
+    def layout(self) -> Global___KVLayout: ...
+    @_builtins.property
+    def remaining(self) -> _duration_pb2.Duration:
+        """Time left until the request's deadline; absent without one."""
+
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Places of the asker's that may be written, one block each; more come by PrefillRenew."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        worker_instance: _builtins.str = ...,
+        model: _common_pb2.ModelRef | None = ...,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        priority_class: _common_pb2.PriorityClass.ValueType = ...,
+        cache_salt: _builtins.bytes = ...,
+        token_ids: _builtins.bytes = ...,
+        held_block_count: _builtins.int = ...,
+        layout: Global___KVLayout | None = ...,
+        remaining: _duration_pb2.Duration | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "lease", b"lease", "model", b"model", "remaining", b"remaining"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "held_block_count", b"held_block_count", "layout", b"layout", "lease", b"lease", "model", b"model", "priority_class", b"priority_class", "remaining", b"remaining", "request_id", b"request_id", "slots", b"slots", "tenant", b"tenant", "token_ids", b"token_ids", "weight", b"weight", "worker_instance", b"worker_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillStart: _TypeAlias = PrefillStart  # noqa: Y015
+
+@_typing.final
+class KVLayout(_message.Message):
+    """KVLayout says what the bytes of a block mean; only equal layouts may exchange blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    VALUE_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    dtype: _builtins.str
+    value_byte_count: _builtins.int
+    block_size: _builtins.int
+    """Tokens of a block."""
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Values of one block in each dimension."""
+
+    def __init__(
+        self,
+        *,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+        value_byte_count: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "shape", b"shape", "value_byte_count", b"value_byte_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class PrefillRenew(_message.Message):
+    """PrefillRenew lets the lease start anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots that may be written (again)."""
+
+    def __init__(
+        self,
+        *,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRenew: _TypeAlias = PrefillRenew  # noqa: Y015
+
+@_typing.final
+class PrefillResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def accepted(self) -> Global___PrefillAccepted: ...
+    @_builtins.property
+    def progress(self) -> Global___PrefillProgress: ...
+    @_builtins.property
+    def part(self) -> Global___KVPart: ...
+    @_builtins.property
+    def landed(self) -> Global___KVLanded: ...
+    @_builtins.property
+    def done(self) -> Global___PrefillDone: ...
+    @_builtins.property
+    def refused(self) -> Global___PrefillRefused: ...
+    def __init__(
+        self,
+        *,
+        accepted: Global___PrefillAccepted | None = ...,
+        progress: Global___PrefillProgress | None = ...,
+        part: Global___KVPart | None = ...,
+        landed: Global___KVLanded | None = ...,
+        done: Global___PrefillDone | None = ...,
+        refused: Global___PrefillRefused | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "done", b"done", "landed", b"landed", "message", b"message", "part", b"part", "progress", b"progress", "refused", b"refused"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "done", b"done", "landed", b"landed", "message", b"message", "part", b"part", "progress", b"progress", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["accepted", "progress", "part", "landed", "done", "refused"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
+
+@_typing.final
+class PrefillAccepted(_message.Message):
+    """PrefillAccepted is the first answer unless the request is refused."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
+    worker_instance: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_instance", b"worker_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillAccepted: _TypeAlias = PrefillAccepted  # noqa: Y015
+
+@_typing.final
+class PrefillProgress(_message.Message):
+    """PrefillProgress is a sign of life, at least three a lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillProgress: _TypeAlias = PrefillProgress  # noqa: Y015
+
+@_typing.final
+class KVPart(_message.Message):
+    """KVPart is a part of a block on its way into a slot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    offset: _builtins.int
+    data: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVPart: _TypeAlias = KVPart  # noqa: Y015
+
+@_typing.final
+class KVLanded(_message.Message):
+    """KVLanded names blocks that are whole in their slots now, in the order of the prompt and without a gap."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LandedBlock]: ...
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___LandedBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVLanded: _TypeAlias = KVLanded  # noqa: Y015
+
+@_typing.final
+class LandedBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    FULL_HASH_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    full_hash: _builtins.bytes
+    checksum: _builtins.int
+    """CRC-32 over layout, hash and bytes."""
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        full_hash: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "full_hash", b"full_hash", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LandedBlock: _TypeAlias = LandedBlock  # noqa: Y015
+
+@_typing.final
+class PrefillDone(_message.Message):
+    """PrefillDone is the last answer: every block has landed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    TRANSFER_TIME_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    @_builtins.property
+    def transfer_time(self) -> _duration_pb2.Duration:
+        """Time that the blocks took on their way, computing left out."""
+
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+        transfer_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_time", b"transfer_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "transfer_time", b"transfer_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillDone: _TypeAlias = PrefillDone  # noqa: Y015
+
+@_typing.final
+class PrefillRefused(_message.Message):
+    """PrefillRefused ends a call, at its start or later. Nothing is written any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    refusal: Global___PrefillRefusal.ValueType
+    detail: _builtins.str
+    """One sentence for the log, without request content."""
+    def __init__(
+        self,
+        *,
+        refusal: Global___PrefillRefusal.ValueType = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillRefused: _TypeAlias = PrefillRefused  # noqa: Y015

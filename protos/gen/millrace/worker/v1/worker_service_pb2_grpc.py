@@ -69,6 +69,11 @@ class WorkerServiceStub:
                 request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainRequest.SerializeToString,
                 response_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Prefill = channel.stream_stream(
+                '/millrace.worker.v1.WorkerService/Prefill',
+                request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.PrefillRequest.SerializeToString,
+                response_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.PrefillResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -123,6 +128,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefill(self, request_iterator, context):
+        """Computes the blocks of a prompt for a worker that decodes it, and hands them over while it goes on. Both sides give
+        up once they have not heard from each other for the lease; the end of the call ends the work.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -160,6 +173,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainRequest.FromString,
                     response_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainResponse.SerializeToString,
+            ),
+            'Prefill': grpc.stream_stream_rpc_method_handler(
+                    servicer.Prefill,
+                    request_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.PrefillRequest.FromString,
+                    response_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.PrefillResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -351,6 +369,33 @@ class WorkerService:
             '/millrace.worker.v1.WorkerService/Drain',
             millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainRequest.SerializeToString,
             millrace_dot_worker_dot_v1_dot_worker__service__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefill(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/millrace.worker.v1.WorkerService/Prefill',
+            millrace_dot_worker_dot_v1_dot_worker__service__pb2.PrefillRequest.SerializeToString,
+            millrace_dot_worker_dot_v1_dot_worker__service__pb2.PrefillResponse.FromString,
             options,
             channel_credentials,
             insecure,

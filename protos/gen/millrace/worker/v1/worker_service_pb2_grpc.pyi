@@ -45,6 +45,10 @@ class WorkerServiceStub:
     """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.DrainRequest, _worker_service_pb2.DrainResponse]
     """Stops taking work; running streams finish within the grace."""
+    Prefill: _grpc.StreamStreamMultiCallable[_worker_service_pb2.PrefillRequest, _worker_service_pb2.PrefillResponse]
+    """Computes the blocks of a prompt for a worker that decodes it, and hands them over while it goes on. Both sides give
+    up once they have not heard from each other for the lease; the end of the call ends the work.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -63,6 +67,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.DrainRequest, _worker_service_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking work; running streams finish within the grace."""
+    Prefill: _aio.StreamStreamMultiCallable[_worker_service_pb2.PrefillRequest, _worker_service_pb2.PrefillResponse]  # type: ignore[assignment]
+    """Computes the blocks of a prompt for a worker that decodes it, and hands them over while it goes on. Both sides give
+    up once they have not heard from each other for the lease; the end of the call ends the work.
+    """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -120,5 +128,15 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.DrainResponse, _abc.Awaitable[_worker_service_pb2.DrainResponse]]:
         """Stops taking work; running streams finish within the grace."""
+
+    @_abc_1.abstractmethod
+    def Prefill(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_service_pb2.PrefillRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.PrefillResponse], _abc.AsyncIterator[_worker_service_pb2.PrefillResponse]]:
+        """Computes the blocks of a prompt for a worker that decodes it, and hands them over while it goes on. Both sides give
+        up once they have not heard from each other for the lease; the end of the call ends the work.
+        """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

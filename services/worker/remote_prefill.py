@@ -1,0 +1,379 @@
+"""The decoding side of disaggregation: asks a peer for the blocks of a prompt, checks them in, or falls back.
+
+Owns one task for each request that waits for a peer, its staging slots and its call. Whatever happens to peer, link or
+blocks, the engine gets an answer: blocks, or that no more will come, and then computes the rest itself. A request that
+ends takes its task, and so the call to the peer, with it. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import OrderedDict
+
+import grpc
+import numpy as np
+import structlog
+from millrace.worker.v1 import worker_service_pb2 as pb
+from millrace.worker.v1 import worker_service_pb2_grpc
+from opentelemetry.trace import SpanKind
+
+from services.common.clock import Clock
+from services.common.grpc_client import Dial
+from services.common.lifecycle import crash_point, end_tasks
+from services.common.telemetry import context_from, traceparent_of, tracer
+from services.worker import wire
+from services.worker.engine.kv_blocks import KVBlock
+from services.worker.engine.kv_transfer import ImportOutcome, RemotePrefill
+from services.worker.engine.request import EngineRequest
+from services.worker.engine_loop import EngineLoop, LoopReport
+from services.worker.kv_metrics import PeerMetrics
+from services.worker.kv_moves import ImportBlocks, ImportFailed, Name
+from services.worker.kv_staging import StagingArea
+from services.worker.kv_transport import Reception, layout_message, share_of
+from services.worker.load_reporter import LoadBoard, WorkerIdentity, wait_for
+from services.worker.prefill_desk import BATCH_BYTES
+
+MAX_CHANNELS = 64
+# A peer may take so many times what prompts of this length took, and this long at least, before the work is done here;
+# before anything was measured, this long. At most the share of the time to the deadline.
+PATIENCE_FACTOR, MIN_PATIENCE_S, FIRST_PATIENCE_S, DEADLINE_SHARE = 4.0, 5.0, 60.0, 0.5
+_RATE_WEIGHT = 0.25
+_Call = grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]
+
+
+class _FallBack(Exception):
+    """The rest of the prompt is computed here. `cause` labels metrics."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was submitted with a peer to ask."""
+
+    request: EngineRequest
+    address: str
+    traceparent: str
+
+
+class _Channels:
+    """Channels to peers by address, those longest unused closed first."""
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+
+    def stub(self, address: str) -> worker_service_pb2_grpc.WorkerServiceAsyncStub:
+        """To call the worker at `address`."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = self._dial(address)
+        self._channels.move_to_end(address)
+        return worker_service_pb2_grpc.WorkerServiceStub(channel)
+
+    async def trim(self) -> None:
+        """Keep `MAX_CHANNELS`."""
+        while len(self._channels) > MAX_CHANNELS:
+            _, oldest = self._channels.popitem(last=False)
+            await oldest.close()
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+class _Fetch:
+    """One request's staging slots, and what has come so far."""
+
+    def __init__(self, prefill: RemotePrefill, staging: StagingArea, slots: list[int]) -> None:
+        self.name: Name = (prefill.key.request_id, prefill.key.epoch)
+        self.prefill = prefill
+        self.slots = slots
+        # Slots that the peer may write; the others wait to be granted (again).
+        self.granted = set(slots)
+        self.freed: list[int] = []
+        self.block_count = 0
+        self.is_settled = False
+        # What the engine said to the blocks so far.
+        self.outcome = ImportOutcome.WAITING
+        self.told = asyncio.Event()
+        self.wake = asyncio.Event()
+        self._staging = staging
+
+    def tell(self, outcome: ImportOutcome) -> None:
+        """The engine has taken blocks in, or has not. An orphan's request has ended, which ends this too."""
+        if outcome is not ImportOutcome.ORPHAN:
+            self.outcome = outcome
+            self.told.set()
+
+    def take_part(self, part: pb.KVPart) -> None:
+        """Raises ValueError for a part of a slot that is not granted."""
+        if part.slot not in self.granted:
+            raise ValueError("a part of a slot that was not granted")
+        self._staging.write(part.slot, part.offset, part.data)
+
+    def take_landed(self, landed: pb.KVLanded) -> tuple[KVBlock, ...]:
+        """Copies of the blocks, in order; their slots can be granted again. Raises ValueError for other slots."""
+        blocks = []
+        for block in landed.blocks:
+            if block.slot not in self.granted:
+                raise ValueError("a block in a slot that was not granted")
+            self.granted.remove(block.slot)
+            self.freed.append(block.slot)
+            blocks.append(KVBlock(block.full_hash, self._staging.read(block.slot), block.checksum))
+        self.block_count += len(blocks)
+        return tuple(blocks)
+
+    def take_freed(self) -> list[int]:
+        """Slots to grant again, as long as blocks are missing."""
+        freed, self.freed = self.freed, []
+        missing = len(self.prefill.full_hashes) - self.block_count - len(self.granted)
+        again = freed[: max(0, missing)]
+        self.granted.update(again)
+        return again
+
+
+class RemotePrefills:
+    """Every request of this worker whose prompt a peer computes."""
+
+    def __init__(
+        self,
+        *,
+        identity: WorkerIdentity,
+        reception: Reception,
+        engine: EngineLoop,
+        board: LoadBoard,
+        metrics: PeerMetrics,
+        dial: Dial,
+        clock: Clock,
+    ) -> None:
+        self._identity = identity
+        self._reception = reception
+        self._engine = engine
+        self._board = board
+        self._metrics = metrics
+        self._clock = clock
+        self._channels = _Channels(dial)
+        self._asked: dict[Name, _Asked] = {}
+        self._fetches: dict[Name, tuple[_Fetch, asyncio.Task[None]]] = {}
+        self._tokens_per_s: float | None = None
+        self._note_staging()
+
+    @property
+    def staging(self) -> StagingArea:
+        """Where blocks land."""
+        return self._reception.staging
+
+    def expect(self, request: EngineRequest, address: str, traceparent: str) -> None:
+        """`request`, of role IMPORT, is about to be submitted; the peer at `address` will be asked for its blocks."""
+        self._asked[request.request_id, request.epoch] = _Asked(request, address, traceparent)
+
+    def on_report(self, report: LoopReport) -> None:
+        """Ask for what the engine wants, hand on what it says to blocks, leave what has ended."""
+        for prefill in report.kv.asked:
+            self._start(prefill)
+        for name, outcome in report.kv.imported:
+            if name in self._fetches:
+                self._fetches[name][0].tell(outcome)
+        if not self._asked and not self._fetches:
+            return
+        ended = [(o.key.request_id, o.key.epoch) for o in report.outputs if o.finish_reason is not None]
+        ended += [(rejection.request_id, rejection.epoch) for rejection in report.rejections]
+        if report.failed:
+            ended += [*self._asked, *self._fetches]
+        for name in ended:
+            self.forget(name)
+
+    def forget(self, name: Name) -> None:
+        """The request has ended: its call to the peer ends at once, unless it is about to end by itself."""
+        self._asked.pop(name, None)
+        if name in self._fetches:
+            fetch, task = self._fetches[name]
+            if fetch.outcome is ImportOutcome.WAITING:
+                task.cancel()
+
+    async def close(self) -> None:
+        """End every call and close the channels."""
+        await end_tasks(task for _, task in self._fetches.values())
+        await self._channels.close()
+
+    # --- one request, step by step -------------------------------------------------------------------------------
+    def _start(self, prefill: RemotePrefill) -> None:
+        name = (prefill.key.request_id, prefill.key.epoch)
+        asked = self._asked.pop(name, None)
+        if asked is None:
+            self._engine.move(ImportFailed(name))
+            return
+        staging = self._reception.staging
+        share = share_of(staging, batch_bytes=BATCH_BYTES)
+        fetch = _Fetch(prefill, staging, staging.lease(min(len(prefill.full_hashes), share)))
+        self._note_staging()
+        task = asyncio.create_task(self._run(fetch, asked))
+        self._fetches[name] = (fetch, task)
+        task.add_done_callback(lambda _: self._end(name))
+
+    def _end(self, name: Name) -> None:
+        """However the task ended, and were it before it began."""
+        fetch, _ = self._fetches.pop(name)
+        self._reception.staging.release(fetch.slots)
+        self._note_staging()
+
+    async def _run(self, fetch: _Fetch, asked: _Asked) -> None:
+        """Blocks, or word that none will come; raises nothing but CancelledError, when the request has ended."""
+        reception, began, outcome = self._reception, self._clock.monotonic(), "cancelled"
+        span = tracer().start_span(
+            "worker.transfer",
+            context=context_from(asked.traceparent),
+            kind=SpanKind.CLIENT,
+            attributes={"millrace.request_id": fetch.name[0], "millrace.transport": reception.transfer.name},
+        )
+        try:
+            await self._fetch(fetch, asked, traceparent_of(span))
+            outcome = "imported"
+        except _FallBack as error:
+            outcome = error.cause
+            # A spoilt block has told the engine already.
+            if outcome != "spoilt":
+                self._engine.move(ImportFailed(fetch.name))
+            self._metrics.fell_back(outcome)
+            structlog.get_logger().warning("prefill_fell_back", request_id=fetch.name[0], cause=outcome)
+            span.set_attribute("error.type", outcome)
+        finally:
+            size = fetch.block_count * reception.layout.block_bytes
+            seconds = self._clock.monotonic() - began
+            self._metrics.transferred(reception.transfer.name, outcome, received_bytes=size, seconds=seconds)
+            if outcome == "imported":
+                tokens = len(fetch.prefill.full_hashes) * self._identity.block_size
+                self._note_rate(tokens / max(seconds, 1e-6))
+            span.end()
+
+    async def _fetch(self, fetch: _Fetch, asked: _Asked, traceparent: str) -> None:
+        """Return when all blocks are in, or the request is gone. Raises _FallBack."""
+        if not fetch.slots:
+            raise _FallBack("no_staging")
+        try:
+            async with asyncio.timeout(self._patience_s(fetch.prefill, asked.request)):
+                await self._call(fetch, asked, traceparent)
+        except TimeoutError:
+            raise _FallBack("timeout") from None
+        except grpc.aio.AioRpcError as error:
+            structlog.get_logger().info("prefill_call_failed", code=error.code().name, detail=error.details())
+            raise _FallBack("peer_lost") from None
+        except ValueError as error:
+            structlog.get_logger().warning("prefill_broke_protocol", detail=str(error))
+            raise _FallBack("broken_protocol") from None
+
+    async def _call(self, fetch: _Fetch, asked: _Asked, traceparent: str) -> None:
+        stub = self._channels.stub(asked.address)
+        await self._channels.trim()
+        call = stub.Prefill(metadata=(("traceparent", traceparent),) if traceparent else ())
+        renewing: asyncio.Task[None] | None = None
+        try:
+            await call.write(pb.PrefillRequest(start=self._start_message(fetch, asked.request)))
+            renewing = asyncio.create_task(self._renew(fetch, call))
+            while not fetch.is_settled:
+                await self._take(fetch, await self._read(call))
+        except (_FallBack, grpc.aio.AioRpcError):
+            # All blocks are in: how the call ends does not matter any more.
+            if fetch.outcome is not ImportOutcome.READY:
+                raise
+        finally:
+            if renewing is not None:
+                await end_tasks([renewing])
+            call.cancel()
+
+    async def _read(self, call: _Call) -> pb.PrefillResponse:
+        """The peer's next message. Raises _FallBack when it says nothing for a lease, or has gone."""
+        try:
+            async with asyncio.timeout(self._reception.lease_s):
+                message = await call.read()
+        except TimeoutError:
+            raise _FallBack("silent") from None
+        if not isinstance(message, pb.PrefillResponse):
+            raise _FallBack("peer_lost")
+        return message
+
+    async def _take(self, fetch: _Fetch, message: pb.PrefillResponse) -> None:
+        """One answer of the peer. Raises _FallBack when no more blocks will come, ValueError for nonsense."""
+        match message.WhichOneof("message"):
+            case "part":
+                fetch.take_part(message.part)
+            case "landed":
+                crash_point("decode.after_landed")
+                await self._import(fetch, fetch.take_landed(message.landed))
+            case "done":
+                fetch.is_settled = True
+                if fetch.outcome is not ImportOutcome.READY or message.done.block_count != fetch.block_count:
+                    raise _FallBack("incomplete")
+                self._note_transfer(fetch, wire.seconds_of(message.done.transfer_time))
+            case "refused":
+                fetch.is_settled = True
+                name = pb.PrefillRefusal.Name(message.refused.refusal)
+                raise _FallBack("refused_" + name.removeprefix("PREFILL_REFUSAL_").lower())
+
+    async def _import(self, fetch: _Fetch, blocks: tuple[KVBlock, ...]) -> None:
+        fetch.told.clear()
+        self._engine.move(ImportBlocks(fetch.name, blocks))
+        await fetch.told.wait()
+        if fetch.outcome is ImportOutcome.SPOILT:
+            raise _FallBack("spoilt")
+        fetch.wake.set()
+
+    async def _renew(self, fetch: _Fetch, call: _Call) -> None:
+        """Keep the peer's lease, and grant slots again, until cancelled or the call is over."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await wait_for(fetch.wake, self._clock, self._reception.lease_s / 3)
+                fetch.wake.clear()
+                await call.write(pb.PrefillRequest(renew=pb.PrefillRenew(slots=fetch.take_freed())))
+
+    def _start_message(self, fetch: _Fetch, request: EngineRequest) -> pb.PrefillStart:
+        prefill, identity, reception = fetch.prefill, self._identity, self._reception
+        end = prefill.start + len(prefill.full_hashes) * identity.block_size
+        known = np.concatenate((request.prompt_token_ids, request.choices[0].output_token_ids))
+        start = pb.PrefillStart(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            worker_instance=identity.instance,
+            model=identity.model,
+            tenant=request.tenant,
+            weight=request.weight,
+            priority_class=wire.priority_class_message(request.priority_class),
+            cache_salt=request.cache_salt,
+            token_ids=known[:end].astype("<u4").tobytes(),
+            held_block_count=prefill.start // identity.block_size,
+            layout=layout_message(reception.layout, block_size=identity.block_size),
+            lease=wire.duration_of(reception.lease_s),
+            slots=fetch.slots,
+        )
+        if request.deadline is not None:
+            start.remaining.CopyFrom(wire.duration_of(max(0.0, request.deadline - self._clock.monotonic())))
+        reception.transfer.offer(start)
+        return start
+
+    def _patience_s(self, prefill: RemotePrefill, request: EngineRequest) -> float:
+        """How long the peer may take before the work is done here."""
+        patience = FIRST_PATIENCE_S
+        if self._tokens_per_s is not None:
+            tokens = len(prefill.full_hashes) * self._identity.block_size
+            patience = max(MIN_PATIENCE_S, PATIENCE_FACTOR * tokens / self._tokens_per_s)
+        if request.deadline is not None:
+            patience = min(patience, DEADLINE_SHARE * (request.deadline - self._clock.monotonic()))
+        return patience
+
+    def _note_rate(self, tokens_per_s: float) -> None:
+        known = self._tokens_per_s
+        self._tokens_per_s = tokens_per_s if known is None else known + _RATE_WEIGHT * (tokens_per_s - known)
+
+    def _note_transfer(self, fetch: _Fetch, seconds: float) -> None:
+        rate = fetch.block_count * self._reception.layout.block_bytes / max(seconds, 1e-6)
+        known = self._board.transfer_rate
+        self._board.transfer_rate = rate if known is None else known + _RATE_WEIGHT * (rate - known)
+
+    def _note_staging(self) -> None:
+        self._metrics.staging(self._reception.staging.counts())
