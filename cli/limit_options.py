@@ -19,6 +19,8 @@ _COUNTS = {
     "output_tokens_per_minute": "output_tokens_per_minute",
     "concurrent_requests": "concurrent_request_count",
     "queued_requests": "queued_request_count",
+    "worker_slots": "worker_slot_count",
+    "worker_blocks": "worker_block_count",
     "budget_tokens": "budget_token_count",
     "daily_budget_tokens": "daily_budget_token_count",
     "monthly_budget_tokens": "monthly_budget_token_count",

@@ -161,15 +161,16 @@ class AdmissionStore:
             "enqueue",
             [pool_key(pool, "q"), slot_key(pool.tag, f"req:{entry.request_id}")],
             *(*head, weight, entry.deadline_ms, remaining_ms, *owner, event, entry.SerializeToString()),
-            *(*_CAPS(caps), lost),
+            *(*_CAPS(caps), lost, max(1, entry.sampling.choice_count)),
         )
         if reply[0] == b"":
             return Refusal(reply[1].decode(), int(reply[2]))
         return Queued(reply[0].decode(), int(reply[1]))
 
-    async def claim(self, pool: Pool, router_instance: str, count: int) -> list[Claimed]:
-        """Claim up to min(count, 32) requests in fair order, expired claims first."""
-        args = (router_instance, min(count, BATCH), CLAIM_LEASE_MS, AGING_MS)
+    async def claim(self, pool: Pool, router_instance: str, count: int, *, workers: int = 1) -> list[Claimed]:
+        """Claim up to min(count, 32) requests in fair order, expired claims first; of a tenant with caps no more than
+        `workers` may hold."""
+        args = (router_instance, min(count, BATCH), CLAIM_LEASE_MS, AGING_MS, workers)
         reply = await self._run("claim", [pool_key(pool, "q")], *args)
         return [
             Claimed(member.decode(), number, remaining, admission_pb2.AdmissionEntry.FromString(body), waited)

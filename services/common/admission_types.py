@@ -62,13 +62,18 @@ class QuotaLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolCaps:
-    """Bounds of one pool's queue; over any of them enqueue refuses."""
+    """Bounds of one pool's queue; over any of them enqueue refuses.
+
+    `worker_slots` and `worker_tokens` refuse nothing: the tenant's requests beyond so many a worker wait in the queue.
+    """
 
     requests: int = 4_096
     tokens: int = 16_000_000
     bytes: int = 268_435_456
     tenant_requests: int = 1_024
     predicted_wait_ms: int = 60_000
+    worker_slots: int | None = None
+    worker_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -236,7 +241,8 @@ class KeyRecord:
 
     `limits` are the tenant's, shared by its keys, `key_limits` the key's own; both hold. All else is the stricter of
     the two: `length_caps` by model name, `*` for the rest; `queued_requests` bounds what the tenant may have in a queue
-    when a request of this key comes; `prices` by model, nanos per token of input and output.
+    when a request of this key comes; `worker_slots` and `worker_blocks` what it may hold in one worker; `prices` by
+    model, nanos per token of input and output.
     """
 
     key_id: str
@@ -251,5 +257,7 @@ class KeyRecord:
     scopes: tuple[str, ...] = ("inference",)
     batch_only: bool = False
     queued_requests: int | None = None
+    worker_slots: int | None = None
+    worker_blocks: int | None = None
     length_caps: Mapping[str, LengthCap] = dataclasses.field(default_factory=dict)
     prices: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)

@@ -178,7 +178,7 @@ class AdmissionGenerator:
         try:
             async with _patience():
                 answer = await self._store.enqueue(
-                    facts.pool, facts.entry, self._caps_of(facts.key), remaining_ms=max(1, remaining_ms)
+                    facts.pool, facts.entry, self._caps_of(facts), remaining_ms=max(1, remaining_ms)
                 )
         except BaseException as error:
             # It may stand in the queue: end it the way of every admitted request, behind the caller's back.
@@ -206,11 +206,17 @@ class AdmissionGenerator:
         except StoreUnavailable:
             return
 
-    def _caps_of(self, key: KeyRecord) -> PoolCaps:
-        caps = self._settings.caps
-        if key.queued_requests is None:
+    def _caps_of(self, facts: RequestFacts) -> PoolCaps:
+        caps, key, blocks = self._settings.caps, facts.key, facts.key.worker_blocks
+        if (key.queued_requests, key.worker_slots, blocks) == (None, None, None):
             return caps
-        return dataclasses.replace(caps, tenant_requests=min(caps.tenant_requests, key.queued_requests))
+        queued = caps.tenant_requests if key.queued_requests is None else key.queued_requests
+        return dataclasses.replace(
+            caps,
+            tenant_requests=min(caps.tenant_requests, queued),
+            worker_slots=key.worker_slots,
+            worker_tokens=None if blocks is None else blocks * facts.request.model.card.block_size,
+        )
 
     def _entry(self, key: KeyRecord, request: ValidRequest) -> admission_pb2.AdmissionEntry:
         card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
@@ -233,6 +239,8 @@ class AdmissionGenerator:
             resume_policy=request.resume_policy,
             weight=key.weight,
             attempt=1,
+            tenant_slot_cap=key.worker_slots,
+            tenant_block_cap=key.worker_blocks,
         )
 
 

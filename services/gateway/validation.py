@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_types import KeyRecord, LengthCap
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, Unsupported
@@ -69,7 +70,7 @@ class Validator:
         if not 0 < timeout_s <= limits.timeout_s:
             raise InvalidRequest(f"`timeout_s` must be above 0 and at most {limits.timeout_s:g}.", param="timeout_s")
         prompt = await self.tokenise(model, draft.prompt)
-        max_tokens = self._check_fit(model, draft, len(prompt), cap_of(key, model.card.model))
+        max_tokens = self._check_fit(model, draft, len(prompt), _bounds(key, model.card))
         bad_words = [model.tokenizer.encode(word) for word in draft.sampling.bad_words]
         reasoning = model.reasoning if chat is not None else None
         priority = common_pb2.PRIORITY_CLASS_BATCH if key.batch_only else draft.priority_class
@@ -162,12 +163,16 @@ class Validator:
             return await asyncio.to_thread(model.tokenizer.encode, text)
         return model.tokenizer.encode(text)
 
-    def _check_fit(self, model: ServedModel, draft: RequestDraft, prompt_count: int, cap: LengthCap) -> int:
-        """Largest output in tokens. The rule: prompt + output <= max_model_len, exactly, each within the key's cap."""
+    def _check_fit(
+        self, model: ServedModel, draft: RequestDraft, prompt_count: int, bounds: tuple[LengthCap, int]
+    ) -> int:
+        """Largest output in tokens. The rule: prompt + output <= max_model_len, exactly, each within the key's cap, and
+        all within the KV blocks that its tenant may hold."""
+        cap, blocks = bounds
         card, limits, sent = model.card, self.limits, draft.sampling.max_tokens
         chat = isinstance(draft.prompt, ChatPrompt)
-        # What the model holds, and what its block pool holds: a request past either could never run.
-        context = min(card.max_model_len, card.block_count * card.block_size)
+        # What the model holds, and what fits into those blocks: a request past either could never run.
+        context = min(card.max_model_len, blocks * card.block_size)
         room = context - prompt_count
         default = limits.default_chat_tokens if chat else limits.default_completion_tokens
         if cap.prompt_tokens is not None and prompt_count > cap.prompt_tokens:
@@ -195,6 +200,12 @@ class Validator:
 def may_use(key: KeyRecord, name: str, target: Target) -> bool:
     """Whether the key may use this version under this name."""
     return not key.models or not {name, target.model, str(target)}.isdisjoint(key.models)
+
+
+def _bounds(key: KeyRecord, card: worker_service_pb2.ModelCard) -> tuple[LengthCap, int]:
+    """The key's cap for this model, and the most KV blocks of a worker that one request may take."""
+    most = card.block_count if key.worker_blocks is None else min(card.block_count, key.worker_blocks)
+    return cap_of(key, card.model), most
 
 
 def cap_of(key: KeyRecord, model: common_pb2.ModelRef) -> LengthCap:

@@ -92,7 +92,9 @@ class ClaimLoop:
             if count <= 0:
                 continue
             try:
-                claims = await self._store.claim(pool, self._router_instance, count)
+                claims = await self._store.claim(
+                    pool, self._router_instance, count, workers=len(self._open_endpoints(pool))
+                )
             except StoreUnavailable:
                 self._note_store(away=True)
                 return False
@@ -160,14 +162,14 @@ class ClaimLoop:
     def _room(self, pool: Pool) -> int:
         """Requests of one slot that the pool's workers would take now."""
         now = self._clock.monotonic()
+        return sum(min(e.free(now)) for e in self._open_endpoints(pool) if e.reserved_for is None)
+
+    def _open_endpoints(self, pool: Pool) -> list[Endpoint]:
+        """Workers that take requests now, room aside."""
+        now = self._clock.monotonic()
         endpoints = self._registry.endpoints(pool)
         out = ejected(endpoints, now)
-        return sum(
-            min(endpoint.free(now))
-            for endpoint in endpoints
-            if endpoint.reserved_for is None and endpoint.instance not in out and is_routable(endpoint, now)
-            if not only_prefills(endpoint)
-        )
+        return [e for e in endpoints if e.instance not in out and is_routable(e, now) and not only_prefills(e)]
 
     def _waiting_suspects(self) -> int:
         """Held until a worker runs no other suspect: the rest must not wait for them."""

@@ -60,6 +60,8 @@ def policy_of(limits: pb.Limits, weight: float | None) -> Policy:
         limits=QuotaLimits(**{ours: _optional(limits, theirs) for ours, theirs in _LIMITS.items()}),
         weight=weight,
         queued_requests=_optional(limits, "queued_request_count"),
+        worker_slots=_optional(limits, "worker_slot_count"),
+        worker_blocks=_optional(limits, "worker_block_count"),
         batch_only=limits.priority_ceiling == common_pb2.PRIORITY_CLASS_BATCH,
         length_caps=caps,
     )
@@ -136,6 +138,8 @@ def _limits_message(policy: Policy) -> pb.Limits:
     limits = pb.Limits(
         **{theirs: getattr(policy.limits, ours) for ours, theirs in _LIMITS.items()},
         queued_request_count=policy.queued_requests,
+        worker_slot_count=policy.worker_slots,
+        worker_block_count=policy.worker_blocks,
     )
     if policy.batch_only:
         limits.priority_ceiling = common_pb2.PRIORITY_CLASS_BATCH

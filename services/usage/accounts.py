@@ -23,7 +23,7 @@ from services.common.clock import Clock
 from services.common.errors import InvalidRequest, NotFound
 from services.usage.audit import Act, record, shown
 from services.usage.hot_copy import HotCopy
-from services.usage.policies import MAX_MODELS, MAX_TEXT, Policy, check_policy, policy_to_json
+from services.usage.policies import MAX_MODELS, MAX_TEXT, Policy, check_policy, check_policy_of_key, policy_to_json
 from services.usage.schema import api_keys, projects, tenants
 from services.usage.store import Store
 
@@ -315,6 +315,7 @@ def _find(connection: sa.Connection, table: sa.Table, where: Condition, missing:
 def _check_key(spec: KeySpec, now: datetime) -> None:
     check_text("display_name", spec.display_name)
     check_policy(spec.policy)
+    check_policy_of_key(spec.policy)
     if spec.project:
         check_name("project", spec.project)
     if len(spec.models) > MAX_MODELS or any(not 1 <= len(m) <= MAX_TEXT or not m.isprintable() for m in spec.models):

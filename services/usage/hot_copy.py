@@ -139,5 +139,7 @@ def _record(row: Any) -> KeyRecord:
         scopes=tuple(row.api_keys_scopes),
         batch_only=tenant.batch_only or key.batch_only,
         queued_requests=stricter(tenant.queued_requests, key.queued_requests),
+        worker_slots=tenant.worker_slots,
+        worker_blocks=tenant.worker_blocks,
         length_caps=stricter_caps(tenant.length_caps, key.length_caps),
     )

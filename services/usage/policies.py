@@ -12,6 +12,7 @@ from services.common.errors import InvalidRequest
 MAX_MODELS = 64
 MAX_TEXT = 256
 _MOST = 2**31 - 1
+_COUNTS = ("queued_requests", "worker_slots", "worker_blocks")
 # Lua counts in doubles: sums of two of these are exact.
 _MOST_BUDGET = 2**52
 
@@ -21,21 +22,24 @@ class Policy:
     """Limits of one tenant or key; None and empty are no limit of its own.
 
     `limits` are counted; `weight` is the share against other tenants; `queued_requests` bounds the tenant's requests in
-    a queue; `batch_only` is the priority ceiling; `length_caps` go by `model@version`, `model` or `*`.
+    a queue; `worker_slots` and `worker_blocks` what it holds in a worker; `batch_only` is the priority ceiling;
+    `length_caps` go by `model@version`, `model` or `*`.
     """
 
     limits: QuotaLimits = dataclasses.field(default_factory=QuotaLimits)
     weight: float | None = None
     queued_requests: int | None = None
+    worker_slots: int | None = None
+    worker_blocks: int | None = None
     batch_only: bool = False
     length_caps: Mapping[str, LengthCap] = dataclasses.field(default_factory=dict)
 
 
 def check_policy(policy: Policy) -> None:
     """Raise InvalidRequest naming the first field that is out of its range."""
-    limits = dataclasses.asdict(policy.limits) | {"queued_requests": policy.queued_requests}
+    limits = dataclasses.asdict(policy.limits) | {name: getattr(policy, name) for name in _COUNTS}
     for name, value in limits.items():
-        most = _MOST if "request" in name else _MOST_BUDGET
+        most = _MOST if "request" in name or name in _COUNTS else _MOST_BUDGET
         if value is not None and not 1 <= value <= most:
             raise InvalidRequest(f"{name} must be between 1 and {most}; leave it out for no limit.", param=name)
     if policy.weight is not None and not 0.001 <= policy.weight <= 1_000:
@@ -48,10 +52,17 @@ def check_policy(policy: Policy) -> None:
             raise InvalidRequest("length_caps: every model has a name and caps of at least 1.", param="length_caps")
 
 
+def check_policy_of_key(policy: Policy) -> None:
+    """Raise InvalidRequest for a limit that only tenants have: a worker does not count by key."""
+    for name in ("worker_slots", "worker_blocks"):
+        if getattr(policy, name) is not None:
+            raise InvalidRequest(f"{name} is a limit of tenants, not of keys.", param=name)
+
+
 def policy_to_json(policy: Policy) -> dict[str, Any]:
     """The stored form: what is not set is left out."""
     limits = {name: value for name, value in dataclasses.asdict(policy.limits).items() if value is not None}
-    rest = {"weight": policy.weight, "queued_requests": policy.queued_requests}
+    rest = {name: getattr(policy, name) for name in ("weight", *_COUNTS)}
     fields = limits | {name: value for name, value in rest.items() if value is not None}
     if policy.batch_only:
         fields["batch_only"] = True
@@ -65,8 +76,7 @@ def policy_from_json(fields: Mapping[str, Any]) -> Policy:
     names = [field.name for field in dataclasses.fields(QuotaLimits)]
     return Policy(
         limits=QuotaLimits(**{name: fields.get(name) for name in names}),
-        weight=fields.get("weight"),
-        queued_requests=fields.get("queued_requests"),
+        **{name: fields.get(name) for name in ("weight", *_COUNTS)},
         batch_only=fields.get("batch_only", False),
         length_caps={model: LengthCap(*cap) for model, cap in fields.get("length_caps", {}).items()},
     )

@@ -13,6 +13,7 @@ from millrace.worker.v1 import worker_service_pb2
 
 from services.worker import wire
 from services.worker.engine.outputs import EngineOutput
+from services.worker.tenant_caps import TenantCaps
 from services.worker.streams import Failure, RequestFacts, RequestStream
 
 COALESCE_S = 0.020
@@ -98,6 +99,8 @@ class RequestTable:
         # Highest epoch that must not run again, oldest first; bounded.
         self._fences: dict[str, int] = {}
         self._ended_at: dict[str, float] = {}
+        # Read by the engine's thread.
+        self.caps = TenantCaps()
 
     def __len__(self) -> int:
         return len(self._streams)

@@ -159,6 +159,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         if running is not None and running.facts.epoch == request.epoch and not running.abandoned:
             return
         engine_request = self._parse(request)
+        self._table.caps.note(entry)
         self._check_room(entry, engine_request)
         facts = self._facts(request, engine_request)
         crash_point("worker.before_accept")

@@ -43,6 +43,7 @@ from services.worker.runtime.tier_file import FileFormat
 from services.worker.runtime.tier_store import TierStore
 from services.worker.service import WorkerService
 from services.worker.streams import Failure
+from services.worker.tenant_caps import TenantCaps
 from services.worker.terminals import TerminalWriter
 from services.worker.usage_reports import AttemptLog, UsageReporter
 
@@ -249,7 +250,7 @@ def build(
         store = AdmissionStore(redis)
     metrics, table = Metrics(), RequestTable()
     tiers = _tiers(config, loaded, clock)
-    engine = EngineLoop(_engine(config, loaded, tiers), clock=clock)
+    engine = EngineLoop(_engine(config, loaded, tiers, table.caps), clock=clock)
     gate = GrammarGate(engine, loaded.grammars)
     board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
     terminals = TerminalWriter(store, clock)
@@ -336,7 +337,7 @@ def _tiers(config: WorkerConfig, loaded: LoadedModel, clock: Clock) -> TierStore
     return TierStore(host_bytes=knobs.host_kv_bytes, block_bytes=layout.block_bytes, disk=disk, clock=clock)
 
 
-def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None) -> Engine:
+def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None, caps: TenantCaps) -> Engine:
     knobs = config.engine
     try:
         return Engine(
@@ -349,6 +350,7 @@ def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None) 
                 step_time_target_s=knobs.tpot_target_ms / 1000 or None,
                 max_draft_count=knobs.max_draft_count,
                 max_draft_batch=knobs.max_draft_batch,
+                tenant_limits=caps,
             ),
             tiers=tiers,
             proposer=loaded.proposer,

@@ -14,6 +14,7 @@ from services.common.errors import InvalidRequest, NotFound
 from services.common.grpc_client import error_from_rpc
 from services.worker.config import WorkerRole
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
+from services.worker.engine.outputs import SchedulerOutput
 from services.worker.model_source import LoadedModel, load_model
 from services.worker.service import ServedModel
 from services.worker.wiring import build
@@ -285,5 +286,40 @@ async def test_a_second_suspect_of_poison_finds_no_room_while_others_do() -> Non
         assert snapshot.suspect_count == 1
         assert (await gateway.submit(second, epoch=512)).accepted
         await gateway.finished("s2")
+        await rig.until(lambda: len(rig.app.parts.table) == 0)
+        await gateway.close()
+
+
+async def test_the_caps_that_a_tenants_newest_request_carries_hold_from_then_on() -> None:
+    gate, together = Gate(), set[frozenset[str]]()
+
+    def before_step(decision: SchedulerOutput) -> None:
+        gate(decision)
+        together.add(frozenset(row.key.request_id for row in decision.scheduled))
+
+    async with running_worker(script=FakeScript(before_step=before_step)) as rig:
+        gateway = await ready_gateway(rig)
+
+        async def run(*works: admission_pb2.AdmissionEntry) -> set[str]:
+            """Submit before any of them can step; returns the largest company of a step."""
+            gate.open.clear()
+            together.clear()
+            for work in works:
+                assert (await gateway.submit(work)).accepted
+            gate.open.set()
+            await gateway.finished(*(work.request_id for work in works))
+            return set(max(together, key=len))
+
+        capped = [entry("r1"), entry("r2")]
+        for work in capped:
+            work.tenant_slot_cap = 1
+        other = entry("r3")
+        other.tenant = "tenant-2"
+        large = entry("r4", prompt=[1] * 40)
+        large.tenant_block_cap = 2
+
+        assert await run(*capped, other) in ({"r1", "r3"}, {"r2", "r3"})
+        assert (await gateway.submit(large)).refusal == pb.SUBMIT_REFUSAL_NEVER_FITS
+        assert await run(entry("r5"), entry("r6")) == {"r5", "r6"}
         await rig.until(lambda: len(rig.app.parts.table) == 0)
         await gateway.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -490,3 +491,70 @@ async def test_a_request_that_ended_well_under_the_second_worker_is_no_suspect(s
     await store.finish(POOL, [make_terminal("r2")])
 
     assert await lose(store, "r1", "a", "b") == Refusal("POISONED", 0)
+
+
+async def enqueue_capped(
+    store: AdmissionStore, *request_ids: str, slots: int | None = None, tokens: int | None = None, choices: int = 1
+) -> None:
+    caps = dataclasses.replace(CAPS, worker_slots=slots, worker_tokens=tokens)
+    for request_id in request_ids:
+        entry = make_entry(request_id, "capped")
+        entry.sampling.choice_count = choices
+        await store.enqueue(POOL, entry, caps, remaining_ms=600_000)
+
+
+@pytest.mark.parametrize("caps", [{"slots": 2}, {"tokens": 40}, {"slots": 4, "choices": 2}])
+async def test_a_tenant_at_its_caps_waits_in_the_queue_and_lets_others_pass(
+    store: AdmissionStore, redis_client: aioredis.Redis, caps: dict[str, int]
+) -> None:
+    names = [f"c{i}" for i in range(6)]
+    await enqueue_capped(store, *names, **caps)
+    await enqueue(store, "other-1", "other-2", tenant="other")
+
+    first = await store.claim(POOL, "router-1", 32)
+    again = await store.claim(POOL, "router-1", 32)
+    twice = await store.claim(POOL, "router-1", 32, workers=2)
+    await store.own(POOL, [Ownership("c0", 256, "worker-1")])
+    await store.finish(POOL, [make_terminal("c0", "capped"), make_terminal("c1", "capped")])
+    rest = await store.claim(POOL, "router-1", 32, workers=2)
+
+    assert sorted(ids(first)) == ["c0", "c1", "other-1", "other-2"]
+    assert again == []
+    assert ids(twice) == ["c2", "c3"]
+    assert ids(rest) == ["c4", "c5"]
+    for request_id in (*names, "other-1", "other-2"):
+        await store.finish(POOL, [make_terminal(request_id, "capped" if request_id in names else "other")])
+    assert await redis_client.hgetall(f"mr:{{{POOL.tag}}}:tq") == {
+        b"caps|capped": f"{caps.get('slots', '')}|{caps.get('tokens', '')}".encode()
+    }
+
+
+async def test_a_tenant_freed_of_its_caps_is_claimed_at_once(store: AdmissionStore) -> None:
+    await enqueue_capped(store, "c0", "c1", "c2", slots=1)
+    assert ids(await store.claim(POOL, "router-1", 32)) == ["c0"]
+
+    await enqueue_capped(store, "c3")
+
+    assert ids(await store.claim(POOL, "router-1", 32)) == ["c1", "c2", "c3"]
+
+
+async def test_what_is_admitted_again_is_held_once(store: AdmissionStore) -> None:
+    await enqueue_capped(store, "c0", "c1", slots=1)
+    await own_all(store, "a", "c0")
+    entry = make_entry("c0", "capped", attempt=2)
+    await store.enqueue(POOL, entry, CAPS, readmit=True, remaining_ms=600_000)
+
+    assert ids(await store.claim(POOL, "router-1", 32)) == ["c0"]
+    assert await store.claim(POOL, "router-1", 32) == []
+    await store.finish(POOL, [make_terminal("c0", "capped")])
+    assert ids(await store.claim(POOL, "router-1", 32)) == ["c1"]
+
+
+async def test_a_tenant_that_comes_while_another_waits_at_its_caps_rings_the_bell(store: AdmissionStore) -> None:
+    await enqueue_capped(store, "c0", "c1", slots=1)
+    await store.claim(POOL, "router-1", 32)
+    quiet = await store.wait_bell([POOL], {}, 10)
+
+    await enqueue(store, "r1")
+
+    assert await store.wait_bell([POOL], quiet, 1_000) != quiet

@@ -289,6 +289,8 @@ async def test_what_a_key_may_do_bounds_its_requests(rig: Rig) -> None:
         KEY,
         batch_only=True,
         queued_requests=7,
+        worker_slots=3,
+        worker_blocks=5,
         limits=QuotaLimits(monthly_budget_nanos=10**9),
         key_limits=QuotaLimits(input_tokens_per_minute=90),
         prices={"echo": (3, 5), "other": (1, 1)},
@@ -300,6 +302,8 @@ async def test_what_a_key_may_do_bounds_its_requests(rig: Rig) -> None:
     entry = rig.store.entries[generation.request_id]
     assert entry.priority_class == common_pb2.PRIORITY_CLASS_BATCH
     assert [caps.tenant_requests for caps in rig.store.caps] == [7, PoolCaps().tenant_requests]
+    assert (entry.tenant_slot_cap, entry.tenant_block_cap) == (3, 5)
+    assert (rig.store.caps[0].worker_slots, rig.store.caps[0].worker_tokens) == (3, 5 * 16)
     first, second = rig.store.reserved.values()
     assert (first.key_id, first.key_limits, first.prices) == ("key-1", key.key_limits, (3, 5))
     assert second.key_id == "", "a key without limits of its own costs nothing"

@@ -1,5 +1,6 @@
 -- ARGV: now id class tenant cost weight deadline remaining gateway attempt readmit event entry, caps: requests tokens
--- bytes tenant_requests predicted_wait_ms, and the workers that died with the request in hand, oldest first.
+-- bytes tenant_requests predicted_wait_ms worker_slots worker_tokens (empty = none), the workers that died with the request
+-- in hand, oldest first, and its slots.
 -- Returns {entry id, position}, or {'', reason, retry_after_ms}.
 local id, class, tenant, cost, weight = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local attempt, readmit, body = tonumber(ARGV[10]), ARGV[11] == '1', ARGV[13]
@@ -15,7 +16,7 @@ end
 -- The request that two dead workers had in common is what they died of. Where they had several, each of those runs apart
 -- from the others, and a third death names the one.
 local dead = {}
-for worker in string.gmatch(ARGV[19], '%S+') do dead[#dead + 1] = worker end
+for worker in string.gmatch(ARGV[21], '%S+') do dead[#dead + 1] = worker end
 
 local function one_of_several()
   for _, other in ipairs(call('SMEMBERS', P .. 'lost:' .. dead[1])) do
@@ -27,7 +28,7 @@ end
 
 if #dead > 0 then
   if #dead > 2 or (#dead == 2 and not one_of_several()) then
-    if r then call('HSET', req(id), 'lost', ARGV[19]) end
+    if r then call('HSET', req(id), 'lost', ARGV[21]) end
     return {'', 'POISONED', 0}
   end
   call('SADD', P .. 'lost:' .. dead[#dead], id)
@@ -60,6 +61,7 @@ end
 local claims = 0
 if r then
   leave(r)
+  uncount(r)
   claims = tonumber(r.claims)
 end
 -- Epochs of a later attempt are above all earlier ones, even where Redis lost the request.
@@ -68,7 +70,8 @@ local entry = call('HINCRBY', Q, 'seq', 1) .. '-1'
 local behind = call('ZCARD', P .. 'age:interactive')
 local all = behind + call('ZCARD', P .. 'age:batch')
 if class == 'batch' then behind = all end
-if all == 0 or readmit then ring() end
+-- A tenant that comes may be claimed though others wait: for room, or under their own caps.
+if all == 0 or readmit or not call('ZSCORE', act, tenant) then ring() end
 if counts[1] == 0 then call('HSET', Q, 'busy_since', now) end
 call('HINCRBY', Q, 'n', 1)
 call('HINCRBY', Q, 'bytes', #body)
@@ -88,6 +91,7 @@ else
   end
   call('ZADD', P .. 'age:' .. class, now, tenant .. '|' .. entry)
   call('HINCRBY', T, 'f|' .. class .. '|' .. tenant, 1)
+  cap(tenant, ARGV[19], ARGV[20])
   if not call('ZSCORE', act, tenant) then
     local v = call('HMGET', Q, 'class|' .. class, 'last_class', 'last|' .. class)
     if call('ZCARD', act) == 0 then
@@ -104,6 +108,6 @@ if deadline == 0 then deadline = now + 3600000 end
 call('HSET', req(id), 'state', 'queued', 'stream', stream, 'entry', entry, 'cls', class, 'tenant', tenant,
   'cost', cost, 'size', #body, 'weight', weight, 'charged', r and r.charged or 0, 'claims', claims,
   'epoch', attempt > 1 and claims * 256 or 0, 'deadline', deadline, 'since', now, 'gw', ARGV[9], 'attempt', attempt,
-  'event', ARGV[12], 'owner', '', 'lost', ARGV[19], 'admitted', entry, 'position', behind)
+  'event', ARGV[12], 'owner', '', 'lost', ARGV[21], 'slots', ARGV[22], 'admitted', entry, 'position', behind)
 call('HSET', LIVE, id, ARGV[9])
 return {entry, behind}

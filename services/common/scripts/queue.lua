@@ -6,7 +6,7 @@
 -- Re-admitted entries are in w:front:<tenant> with an expired lease, so they are served before fresh ones.
 local Q, T, LEASE, LIVE = P .. 'q', P .. 'tq', P .. 'lease', P .. 'live'
 local NAMES = {'state', 'stream', 'entry', 'claim', 'cls', 'tenant', 'cost', 'size', 'weight', 'charged', 'epoch',
-  'claims', 'deadline', 'since', 'attempt', 'terminal', 'computed', 'billed'}
+  'claims', 'deadline', 'since', 'attempt', 'terminal', 'computed', 'billed', 'slots', 'counted'}
 local FINISHED_TTL_MS = 1800000
 local EXPIRED_STATE = 4
 local MAX_PARKED = 1000
@@ -60,6 +60,38 @@ local function leave(r)
   return true
 end
 
+-- Caps of a tenant in each worker. Only of tenants that have some is counted what workers hold: from the claim on.
+local function cap(tenant, slots, tokens)
+  if slots .. tokens ~= '' then
+    call('HSET', T, 'caps|' .. tenant, slots .. '|' .. tokens)
+  else
+    call('HDEL', T, 'caps|' .. tenant)
+  end
+end
+
+local function count(r)
+  if r.counted or call('HEXISTS', T, 'caps|' .. r.tenant) == 0 then return end
+  call('HINCRBY', T, 'slots|' .. r.tenant, r.slots)
+  call('HINCRBY', T, 'tokens|' .. r.tenant, r.cost)
+  call('HSET', req(r.id), 'counted', 1)
+end
+
+local function uncount(r)
+  if not r.counted then return end
+  add(T, 'slots|' .. r.tenant, -tonumber(r.slots))
+  add(T, 'tokens|' .. r.tenant, -tonumber(r.cost))
+  call('HDEL', req(r.id), 'counted')
+end
+
+-- One request is always let through.
+local function is_capped(tenant, workers)
+  local caps, slots, tokens = unpack(call('HMGET', T, 'caps|' .. tenant, 'slots|' .. tenant, 'tokens|' .. tenant))
+  if not caps or not slots then return false end
+  local most_slots, most_tokens = string.match(caps, '^(%d*)|(%d*)$')
+  local function full(held, most) return most ~= '' and tonumber(held) >= tonumber(most) * workers end
+  return full(slots, most_slots) or full(tokens, most_tokens)
+end
+
 local function true_up(r, computed)
   local delta = (computed - tonumber(r.charged)) / tonumber(r.weight)
   if delta == 0 then return end
@@ -84,6 +116,7 @@ local function finish(r, t)
   if r and t.epoch > 0 and t.epoch < tonumber(r.epoch) then return {0, 0, r.tenant, 0, 0} end
   if r then
     leave(r)
+    uncount(r)
     true_up(r, t.computed)
   end
   local key = req(t.id)

@@ -33,7 +33,7 @@ class DuplicateRequestError(EngineError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """A tenant's share of the batch. `max_*` None is no cap; `reserved_*` is kept free for the tenant by all others."""
+    """What a tenant may hold. `max_*` None is no cap; `reserved_*` is kept free for the tenant by all others."""
 
     max_blocks: int | None = None
     reserved_blocks: int = 0
@@ -49,6 +49,7 @@ class EngineConfig:
     `max_prefill_chunk`: tokens one long prefill takes of a step. `aging_seconds`: a BATCH request this old counts as
     INTERACTIVE. `max_bypass_count`: a request that fits nowhere is overtaken this often, then holds admission.
     `step_time_target_s`: prefills share a step with decodes only as far as it should then take no longer; None: freely.
+    `tenant_limits` is read anew each time: caps may change while the engine runs, reservations may not.
     `max_draft_count`: proposed tokens a row, 0 turns speculation off; `max_draft_batch`: rows above which it is off.
     """
 

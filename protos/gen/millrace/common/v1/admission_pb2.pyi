@@ -72,6 +72,8 @@ class AdmissionEntry(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
     LOST_WORKERS_FIELD_NUMBER: _builtins.int
+    TENANT_SLOT_CAP_FIELD_NUMBER: _builtins.int
+    TENANT_BLOCK_CAP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     key_id: _builtins.str
@@ -95,6 +97,9 @@ class AdmissionEntry(_message.Message):
     attempt: _builtins.int
     """First attempt is 1; each assignment to a worker adds one."""
     project: _builtins.str
+    tenant_slot_cap: _builtins.int
+    """The most slots and KV blocks that the tenant may hold in one worker; absent is no cap."""
+    tenant_block_cap: _builtins.int
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -138,11 +143,20 @@ class AdmissionEntry(_message.Message):
         attempt: _builtins.int = ...,
         project: _builtins.str = ...,
         lost_workers: _abc.Iterable[_builtins.str] | None = ...,
+        tenant_slot_cap: _builtins.int | None = ...,
+        tenant_block_cap: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "model", b"model", "pool", b"pool", "sampling", b"sampling", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "resume_policy", b"resume_policy", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "resume_policy", b"resume_policy", "sampling", b"sampling", "tenant", b"tenant", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tenant_block_cap: _TypeAlias = _typing.Literal["tenant_block_cap"]  # noqa: Y015
+    _WhichOneofArgType__tenant_block_cap: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap"]  # noqa: Y015
+    _WhichOneofReturnType__tenant_slot_cap: _TypeAlias = _typing.Literal["tenant_slot_cap"]  # noqa: Y015
+    _WhichOneofArgType__tenant_slot_cap: _TypeAlias = _typing.Literal["_tenant_slot_cap", b"_tenant_slot_cap"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant_block_cap) -> _WhichOneofReturnType__tenant_block_cap | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tenant_slot_cap) -> _WhichOneofReturnType__tenant_slot_cap | None: ...
 
 Global___AdmissionEntry: _TypeAlias = AdmissionEntry  # noqa: Y015

@@ -1168,6 +1168,8 @@ class Limits(_message.Message):
     MONTHLY_BUDGET_NANOS_FIELD_NUMBER: _builtins.int
     PRIORITY_CEILING_FIELD_NUMBER: _builtins.int
     LENGTH_CAPS_FIELD_NUMBER: _builtins.int
+    WORKER_SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    WORKER_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     requests_per_minute: _builtins.int
     """Absent means unlimited."""
     tokens_per_minute: _builtins.int
@@ -1184,6 +1186,9 @@ class Limits(_message.Message):
     monthly_budget_nanos: _builtins.int
     priority_ceiling: _common_pb2.PriorityClass.ValueType
     """Requests above this class run in it."""
+    worker_slot_count: _builtins.int
+    """Of a tenant only: the most slots of the batch and KV blocks that it may hold in one worker."""
+    worker_block_count: _builtins.int
     @_builtins.property
     def length_caps(self) -> _containers.MessageMap[_builtins.str, Global___LengthCap]:
         """By `model@version`, `model`, or `*` for all others."""
@@ -1204,10 +1209,12 @@ class Limits(_message.Message):
         monthly_budget_nanos: _builtins.int | None = ...,
         priority_ceiling: _common_pb2.PriorityClass.ValueType = ...,
         length_caps: _abc.Mapping[_builtins.str, Global___LengthCap] | None = ...,
+        worker_slot_count: _builtins.int | None = ...,
+        worker_block_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_daily_budget_nanos", b"_daily_budget_nanos", "_daily_budget_token_count", b"_daily_budget_token_count", "_input_tokens_per_minute", b"_input_tokens_per_minute", "_monthly_budget_nanos", b"_monthly_budget_nanos", "_monthly_budget_token_count", b"_monthly_budget_token_count", "_output_tokens_per_minute", b"_output_tokens_per_minute", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "daily_budget_nanos", b"daily_budget_nanos", "daily_budget_token_count", b"daily_budget_token_count", "input_tokens_per_minute", b"input_tokens_per_minute", "monthly_budget_nanos", b"monthly_budget_nanos", "monthly_budget_token_count", b"monthly_budget_token_count", "output_tokens_per_minute", b"output_tokens_per_minute", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_daily_budget_nanos", b"_daily_budget_nanos", "_daily_budget_token_count", b"_daily_budget_token_count", "_input_tokens_per_minute", b"_input_tokens_per_minute", "_monthly_budget_nanos", b"_monthly_budget_nanos", "_monthly_budget_token_count", b"_monthly_budget_token_count", "_output_tokens_per_minute", b"_output_tokens_per_minute", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_worker_block_count", b"_worker_block_count", "_worker_slot_count", b"_worker_slot_count", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "daily_budget_nanos", b"daily_budget_nanos", "daily_budget_token_count", b"daily_budget_token_count", "input_tokens_per_minute", b"input_tokens_per_minute", "monthly_budget_nanos", b"monthly_budget_nanos", "monthly_budget_token_count", b"monthly_budget_token_count", "output_tokens_per_minute", b"output_tokens_per_minute", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "worker_block_count", b"worker_block_count", "worker_slot_count", b"worker_slot_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_daily_budget_nanos", b"_daily_budget_nanos", "_daily_budget_token_count", b"_daily_budget_token_count", "_input_tokens_per_minute", b"_input_tokens_per_minute", "_monthly_budget_nanos", b"_monthly_budget_nanos", "_monthly_budget_token_count", b"_monthly_budget_token_count", "_output_tokens_per_minute", b"_output_tokens_per_minute", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "daily_budget_nanos", b"daily_budget_nanos", "daily_budget_token_count", b"daily_budget_token_count", "input_tokens_per_minute", b"input_tokens_per_minute", "length_caps", b"length_caps", "monthly_budget_nanos", b"monthly_budget_nanos", "monthly_budget_token_count", b"monthly_budget_token_count", "output_tokens_per_minute", b"output_tokens_per_minute", "priority_ceiling", b"priority_ceiling", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count", "_concurrent_request_count", b"_concurrent_request_count", "_daily_budget_nanos", b"_daily_budget_nanos", "_daily_budget_token_count", b"_daily_budget_token_count", "_input_tokens_per_minute", b"_input_tokens_per_minute", "_monthly_budget_nanos", b"_monthly_budget_nanos", "_monthly_budget_token_count", b"_monthly_budget_token_count", "_output_tokens_per_minute", b"_output_tokens_per_minute", "_queued_request_count", b"_queued_request_count", "_requests_per_minute", b"_requests_per_minute", "_tokens_per_minute", b"_tokens_per_minute", "_worker_block_count", b"_worker_block_count", "_worker_slot_count", b"_worker_slot_count", "budget_token_count", b"budget_token_count", "concurrent_request_count", b"concurrent_request_count", "daily_budget_nanos", b"daily_budget_nanos", "daily_budget_token_count", b"daily_budget_token_count", "input_tokens_per_minute", b"input_tokens_per_minute", "length_caps", b"length_caps", "monthly_budget_nanos", b"monthly_budget_nanos", "monthly_budget_token_count", b"monthly_budget_token_count", "output_tokens_per_minute", b"output_tokens_per_minute", "priority_ceiling", b"priority_ceiling", "queued_request_count", b"queued_request_count", "requests_per_minute", b"requests_per_minute", "tokens_per_minute", b"tokens_per_minute", "worker_block_count", b"worker_block_count", "worker_slot_count", b"worker_slot_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__budget_token_count: _TypeAlias = _typing.Literal["budget_token_count"]  # noqa: Y015
     _WhichOneofArgType__budget_token_count: _TypeAlias = _typing.Literal["_budget_token_count", b"_budget_token_count"]  # noqa: Y015
@@ -1231,6 +1238,10 @@ class Limits(_message.Message):
     _WhichOneofArgType__requests_per_minute: _TypeAlias = _typing.Literal["_requests_per_minute", b"_requests_per_minute"]  # noqa: Y015
     _WhichOneofReturnType__tokens_per_minute: _TypeAlias = _typing.Literal["tokens_per_minute"]  # noqa: Y015
     _WhichOneofArgType__tokens_per_minute: _TypeAlias = _typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]  # noqa: Y015
+    _WhichOneofReturnType__worker_block_count: _TypeAlias = _typing.Literal["worker_block_count"]  # noqa: Y015
+    _WhichOneofArgType__worker_block_count: _TypeAlias = _typing.Literal["_worker_block_count", b"_worker_block_count"]  # noqa: Y015
+    _WhichOneofReturnType__worker_slot_count: _TypeAlias = _typing.Literal["worker_slot_count"]  # noqa: Y015
+    _WhichOneofArgType__worker_slot_count: _TypeAlias = _typing.Literal["_worker_slot_count", b"_worker_slot_count"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__budget_token_count) -> _WhichOneofReturnType__budget_token_count | None: ...
     @_typing.overload
@@ -1253,6 +1264,10 @@ class Limits(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_per_minute) -> _WhichOneofReturnType__requests_per_minute | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_minute) -> _WhichOneofReturnType__tokens_per_minute | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_block_count) -> _WhichOneofReturnType__worker_block_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__worker_slot_count) -> _WhichOneofReturnType__worker_slot_count | None: ...
 
 Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
