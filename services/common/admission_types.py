@@ -56,8 +56,13 @@ class QuotaLimits:
     @property
     def has_budget(self) -> bool:
         """Whether anything but rates and concurrency is limited."""
-        budgets = (self.daily_budget_tokens, self.monthly_budget_tokens, self.daily_budget_nanos)
-        return any(limit is not None for limit in (self.budget_tokens, *budgets, self.monthly_budget_nanos))
+        budgets = (self.daily_budget_tokens, self.monthly_budget_tokens)
+        return self.has_money_budget or any(limit is not None for limit in (self.budget_tokens, *budgets))
+
+    @property
+    def has_money_budget(self) -> bool:
+        """Whether what a token costs matters."""
+        return self.daily_budget_nanos is not None or self.monthly_budget_nanos is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,8 +246,9 @@ class KeyRecord:
 
     `limits` are the tenant's, shared by its keys, `key_limits` the key's own; both hold. All else is the stricter of
     the two: `length_caps` by model name, `*` for the rest; `queued_requests` bounds what the tenant may have in a queue
-    when a request of this key comes; `worker_slots` and `worker_blocks` what it may hold in one worker; `prices` by
-    model, nanos per token of input and output.
+    when a request of this key comes; `worker_slots` and `worker_blocks` what it may hold in one worker; `prices`,
+    where money is limited, are nanos per token of input and output by `model` or `model@version`, also with ` batch`
+    behind it.
     """
 
     key_id: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.common.v1 import admission_pb2
+from millrace.common.v1 import admission_pb2, common_pb2
 
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits, Refusal, Reserve
 from services.common.errors import MillraceError, error_of
@@ -34,8 +34,7 @@ def first_lease(entry: admission_pb2.AdmissionEntry) -> int:
 
 def reservation(key: KeyRecord, entry: admission_pb2.AdmissionEntry, leased: int) -> Reserve:
     """Rates for all that may come, budgets for the prompt and `leased` completion tokens."""
-    prompt, model = len(entry.token_ids), entry.model
-    price = key.prices.get(f"{model.model}@{model.version}", key.prices.get(model.model, (0, 0)))
+    prompt = len(entry.token_ids)
     return Reserve(
         tenant=key.tenant,
         request_id=entry.request_id,
@@ -45,7 +44,7 @@ def reservation(key: KeyRecord, entry: admission_pb2.AdmissionEntry, leased: int
         limits=key.limits,
         key_id=key.key_id if key.key_limits != QuotaLimits() else "",
         key_limits=key.key_limits,
-        prices=price,
+        prices=_prices(key, entry),
         where=(Pool(entry.pool.model, entry.pool.pool, entry.pool.shard), entry.gateway_instance),
     )
 
@@ -66,6 +65,15 @@ def refused(refusal: Refusal) -> MillraceError:
     if refusal.retry_after_ms > 0:
         error.retry_after_s = max(1.0, refusal.retry_after_ms / 1000)
     return error
+
+
+def _prices(key: KeyRecord, entry: admission_pb2.AdmissionEntry) -> tuple[int, int]:
+    """Of the version before its model, of the class before both."""
+    model = entry.model
+    names = [f"{model.model}@{model.version}", model.model]
+    if entry.priority_class == common_pb2.PRIORITY_CLASS_BATCH:
+        names = [name + of_class for name in names for of_class in (" batch", "")]
+    return next((key.prices[name] for name in names if name in key.prices), (0, 0))
 
 
 def _most(entry: admission_pb2.AdmissionEntry) -> int:

@@ -29,7 +29,7 @@ from services.usage.account_wire import (
 from services.usage.accounts import Accounts, KeySpec, TenantSpec, check_text
 from services.usage.admin_keys import AdminKeys
 from services.usage.audit import read_acts
-from services.usage.policies import check_policy, policy_from_json, policy_to_json
+from services.usage.policies import check_policy, check_policy_of_key, policy_from_json, policy_to_json
 from services.usage.store import Store
 
 DEFAULT_OVERLAP = timedelta(days=1)
@@ -124,6 +124,7 @@ class AccountService(usage_service_pb2_grpc.AccountServiceServicer):
         actor = await self._actor(context)
 
         def change(row: sa.Row[Any]) -> dict[str, Any]:
+            check_policy_of_key(policy_of(request.limits, None))
             return {"policy": _new_policy(row, request)}
 
         return pb.UpdateKeyResponse(key=key_message(await self._accounts.update_key(request.key_id, change, actor)))

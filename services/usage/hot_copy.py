@@ -7,7 +7,7 @@ and to what the ledger said one rebuild ago: the ledger follows the reservations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,8 +19,10 @@ from services.common.admission_types import KeyRecord, Spent
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
 from services.usage.policies import policy_from_json, stricter, stricter_caps
+from services.usage.prices import token_nanos
+from services.usage.rating import read_plans, read_prices
 from services.usage.schema import api_keys, tenants
-from services.usage.spending import key_spent, tenant_spent
+from services.usage.spending import key_spent, tenant_spent, with_money
 from services.usage.store import Store
 
 REBUILD_EVERY_S = 30.0
@@ -41,6 +43,10 @@ class HotCopy:
         self._stale = True
         # What the ledger said at the last rebuild, all of which is settled by the next.
         self._said: dict[Scope, Spent] = {}
+
+    def mark_stale(self) -> None:
+        """What every key may cost has changed: rebuild within a second."""
+        self._stale = True
 
     async def publish(self, condition: sa.ColumnElement[bool]) -> None:
         """Write the keys that a change concerns. Never fails: while Redis is away they are written later."""
@@ -94,17 +100,20 @@ class HotCopy:
         return False
 
     async def _write_spending(self, records: Records) -> dict[Scope, Spent]:
-        scopes = {(r.tenant, "") for r in records.values() if r.limits.has_budget}
-        scopes |= {(r.tenant, r.key_id) for r in records.values() if r.key_limits.has_budget and not r.revoked}
+        limits = {(r.tenant, ""): r.limits for r in records.values()}
+        limits |= {(r.tenant, r.key_id): r.key_limits for r in records.values() if not r.revoked}
+        scopes = {scope for scope, its_own in limits.items() if its_own.has_budget}
         today = datetime.fromtimestamp(self._clock.wall(), UTC).date()
 
         def read(connection: sa.Connection) -> dict[Scope, Spent]:
-            return {
-                (tenant, key_id): key_spent(connection, tenant, key_id, today)
-                if key_id
-                else tenant_spent(connection, tenant, today)
-                for tenant, key_id in sorted(scopes)
-            }
+            said: dict[Scope, Spent] = {}
+            for tenant, key_id in sorted(scopes):
+                sums = (
+                    key_spent(connection, tenant, key_id, today) if key_id else tenant_spent(connection, tenant, today)
+                )
+                money = limits[tenant, key_id].has_money_budget
+                said[tenant, key_id] = with_money(connection, sums, tenant, key_id) if money else sums
+            return said
 
         said = await self._store.read(read) if scopes else {}
         for scope, spent in said.items():
@@ -114,12 +123,32 @@ class HotCopy:
     async def _records(self, condition: sa.ColumnElement[bool]) -> Records:
         query = sa.select(api_keys, tenants).join_from(api_keys, tenants).where(condition)
         query = query.set_label_style(sa.LABEL_STYLE_TABLENAME_PLUS_COL)
-        rows: Sequence[sa.Row[Any]] = await self._store.read(lambda connection: list(connection.execute(query)))
-        return {bytes(row.api_keys_digest): _record(row) for row in rows}
+        now = datetime.fromtimestamp(self._clock.wall(), UTC)
+
+        def read(connection: sa.Connection) -> Records:
+            records = {bytes(row.api_keys_digest): _record(row) for row in connection.execute(query)}
+            return _priced(connection, records, now)
+
+        return await self._store.read(read)
 
 
 def _changes(old: Records, new: Records) -> Records:
     return {digest: record for digest, record in new.items() if old.get(digest) != record}
+
+
+def _priced(connection: sa.Connection, records: Records, now: datetime) -> Records:
+    """The same with today's prices where money is limited."""
+    limited = {digest: r for digest, r in records.items() if r.limits.has_money_budget or r.key_limits.has_money_budget}
+    if not limited:
+        return records
+    prices, plans = read_prices(connection), read_plans(connection)
+    by_plan: dict[str, dict[str, tuple[int, int]]] = {}
+    for digest, record in limited.items():
+        plan = plans.plan_of(record.tenant, now)
+        if plan not in by_plan:
+            by_plan[plan] = token_nanos(prices, plan, now)
+        records[digest] = dataclasses.replace(record, prices=by_plan[plan])
+    return records
 
 
 def _record(row: Any) -> KeyRecord:

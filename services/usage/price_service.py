@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from millrace.usage.v1 import usage_service_pb2 as pb
@@ -20,9 +21,11 @@ MAX_PRICES = 100
 class PriceService(usage_service_pb2_grpc.PriceServiceServicer):
     """Administrators set what tokens cost."""
 
-    def __init__(self, rater: Rater, admins: AdminKeys) -> None:
+    def __init__(self, rater: Rater, admins: AdminKeys, on_change: Callable[[], None]) -> None:
+        """`on_change` is called after prices or plans were set."""
         self._rater = rater
         self._admins = admins
+        self._on_change = on_change
 
     async def SetPrices(self, request: pb.SetPricesRequest, context: CallContext) -> pb.SetPricesResponse:
         """All or none. Raises InvalidRequest."""
@@ -30,6 +33,7 @@ class PriceService(usage_service_pb2_grpc.PriceServiceServicer):
         if not 1 <= len(request.prices) <= MAX_PRICES:
             raise InvalidRequest(f"Set 1 to {MAX_PRICES} prices at a time.", param="prices")
         added = await self._rater.set_prices([_parse(price) for price in request.prices])
+        self._on_change()
         return pb.SetPricesResponse(prices=[_price(price) for price in added])
 
     async def ListPrices(self, request: pb.ListPricesRequest, context: CallContext) -> pb.ListPricesResponse:
@@ -41,6 +45,7 @@ class PriceService(usage_service_pb2_grpc.PriceServiceServicer):
         """Raises InvalidRequest."""
         await self._admins.administrator(authorization_of(context))
         await self._rater.set_plan(request.tenant, request.plan, _start(request))
+        self._on_change()
         return pb.SetPlanResponse()
 
     async def RateAgain(self, request: pb.RateAgainRequest, context: CallContext) -> pb.RateAgainResponse:

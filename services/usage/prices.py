@@ -117,6 +117,26 @@ class PriceList:
         return {currency: amounts_of(parts, by_kind) for currency, by_kind in rates.items()}
 
 
+def token_nanos(prices: Sequence[Price], plan: str, now: datetime) -> dict[str, tuple[int, int]]:
+    """Nanos of the currency unit for a token of input and of output, rounded up, as budgets hold them: by `model` or
+    `model@version`, with ` batch` behind it where that class costs something else. All currencies count as one."""
+    listed, found = PriceList(prices), {}
+    for model, version in sorted({(price.model, price.version) for price in prices}):
+        name = f"{model}@{version}" if version else model
+
+        def rates(priority_class: str, model: str = model, version: str = version) -> tuple[int, int]:
+            work = Work(plan, model, version, priority_class, now, Tokens())
+            each = [listed.find(work, kind) for kind in ("prompt", "completion")]
+            # A micro-unit a million tokens is a thousandth of a nano a token.
+            of_input, of_output = (0 if price is None else -(-price.micros_per_million // 1_000) for price in each)
+            return of_input, of_output
+
+        found[name] = rates("interactive")
+        if rates("batch") != found[name]:
+            found[f"{name} batch"] = rates("batch")
+    return found
+
+
 def amounts_of(tokens: Sequence[int], micros_per_million: Sequence[int]) -> Amounts:
     """Round so that the parts sum to the rounded whole: each part is the growth of the rounded running sum.
 

@@ -200,9 +200,7 @@ def _read_ratings(
 
 
 def _read_work(connection: sa.Connection, chosen: sa.ColumnElement[bool]) -> list[tuple[int, Work]]:
-    plans = schema.tenant_plans
-    plan_rows: Any = connection.execute(sa.select(plans.c.tenant, plans.c.start_time, plans.c.plan)).all()
-    by_tenant = Plans(plan_rows)
+    by_tenant = read_plans(connection)
     table = schema.ledger
     billed = (table.c[f"billed_{name}"] for name in schema.TOKEN_COLUMNS)
     columns = (table.c.tenant, table.c.model, table.c.version, table.c.priority_class, table.c.end_time)
@@ -215,6 +213,13 @@ def _read_work(connection: sa.Connection, chosen: sa.ColumnElement[bool]) -> lis
 
 def _token_prices(connection: sa.Connection) -> list[Price]:
     return [price for price in read_prices(connection) if price.token_kind in TOKEN_KINDS]
+
+
+def read_plans(connection: sa.Connection) -> Plans:
+    """Every tenant's plans."""
+    plans = schema.tenant_plans
+    rows: Any = connection.execute(sa.select(plans.c.tenant, plans.c.start_time, plans.c.plan)).all()
+    return Plans(rows)
 
 
 def read_prices(connection: sa.Connection) -> list[Price]:

@@ -5,9 +5,10 @@ Functions take a connection and block; the ledger moves the sums in its transact
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import date
+from datetime import UTC, date, datetime, time, timedelta
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,7 +17,9 @@ from services.common.admission_types import Spent
 from services.usage.bulk import add_sums
 from services.usage.events import LedgerEntry
 from services.usage.rows import storable
-from services.usage.schema import balances, key_balances
+from services.usage.schema import MICRO_COLUMNS, balances, key_balances, ledger, ratings
+
+NANOS_PER_MICRO = 1_000
 
 
 def move_key_balances(connection: sa.Connection, entries: Sequence[LedgerEntry]) -> None:
@@ -39,6 +42,26 @@ def key_spent(connection: sa.Connection, tenant: str, key_id: str, today: date) 
     table = key_balances
     query = sa.select(table.c.day, table.c.billed_tokens)
     return _spent(connection, query.where(table.c.tenant == tenant, table.c.key_id == key_id), today)
+
+
+def with_money(connection: sa.Connection, spent: Spent, tenant: str, key_id: str) -> Spent:
+    """The same with what ratings say that a key (empty: the tenant) has cost in the month and on the day."""
+    micros = sum((ratings.c[name] for name in MICRO_COLUMNS), sa.literal(0))
+    day = datetime.combine(spent.day, time(), UTC)
+    month = day.replace(day=1)
+    next_month = (month + timedelta(days=31)).replace(day=1)
+    of_day = sa.case((ledger.c.end_time >= day, micros), else_=0)
+    of_day = sa.case((ledger.c.end_time < day + timedelta(days=1), of_day), else_=0)
+    query = sa.select(sa.func.sum(micros), sa.func.sum(of_day)).join_from(
+        ledger, ratings, ledger.c.row_id == ratings.c.row_id
+    )
+    query = query.where(ledger.c.tenant == tenant, ledger.c.end_time >= month, ledger.c.end_time < next_month)
+    if key_id:
+        query = query.where(ledger.c.key_id == key_id)
+    of_month, today = connection.execute(query).one()
+    return dataclasses.replace(
+        spent, day_nanos=int(today or 0) * NANOS_PER_MICRO, month_nanos=int(of_month or 0) * NANOS_PER_MICRO
+    )
 
 
 def _spent(connection: sa.Connection, query: sa.Select[Any], today: date) -> Spent:

@@ -144,7 +144,8 @@ class UsageApp:
 
     def _add(self, server: grpc.aio.Server) -> None:
         usage_service_pb2_grpc.add_UsageServiceServicer_to_server(self.usage_service, server)
-        usage_service_pb2_grpc.add_PriceServiceServicer_to_server(PriceService(self.rater, self.admins), server)
+        prices = PriceService(self.rater, self.admins, self.hot_copy.mark_stale)
+        usage_service_pb2_grpc.add_PriceServiceServicer_to_server(prices, server)
         usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:

@@ -30,6 +30,7 @@ class FourServices:
     client: httpx.AsyncClient
     gateway: gateway_wiring.GatewayApp
     worker: worker_wiring.WorkerApp
+    usage: usage_wiring.UsageApp
 
 
 @contextlib.asynccontextmanager
@@ -78,7 +79,7 @@ async def running_services(
         async with asyncio.timeout(30):
             while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:
                 await asyncio.sleep(0.05)
-        yield FourServices(client, gateway, worker)
+        yield FourServices(client, gateway, worker, usage)
 
 
 async def ledger_row(client_id: str, database: Path) -> None:

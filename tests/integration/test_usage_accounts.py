@@ -102,7 +102,7 @@ async def test_gateways_see_counted_limits_apart_and_the_stricter_of_all_others(
     app: UsageApp, root: Admin, hot: AdmissionStore
 ) -> None:
     await app.hot_copy.rebuild()
-    limits = pb.Limits(tokens_per_minute=500, monthly_budget_nanos=10**9, queued_request_count=9)
+    limits = pb.Limits(tokens_per_minute=500, monthly_budget_nanos=10**9, queued_request_count=9, worker_slot_count=4)
     limits.length_caps["*"].CopyFrom(pb.LengthCap(prompt_token_count=100, output_token_count=50))
     await root.tenant(limits=limits, weight=2.0)
     own = pb.Limits(
@@ -124,6 +124,7 @@ async def test_gateways_see_counted_limits_apart_and_the_stricter_of_all_others(
         scopes=("inference", "usage:read"),
         batch_only=True,
         queued_requests=9,
+        worker_slots=4,
         length_caps={"*": LengthCap(100, 50), "echo": LengthCap(100, 50)},
     )
     listed = (await root.accounts.ListKeys(pb.ListKeysRequest(tenant="acme"), **root.sent)).keys
@@ -329,7 +330,13 @@ def test_spending_is_summed_by_day_and_month(store: Store) -> None:
 
 def test_a_policy_is_stored_and_read_back_whole() -> None:
     policy = Policy(
-        QuotaLimits(1, 2, 3, 4, 5, 6, 7, 8, 9, 10), 0.5, 11, True, {"m@1": LengthCap(1), "*": LengthCap(None, 2)}
+        QuotaLimits(1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+        weight=0.5,
+        queued_requests=11,
+        worker_slots=12,
+        worker_blocks=13,
+        batch_only=True,
+        length_caps={"m@1": LengthCap(1), "*": LengthCap(None, 2)},
     )
 
     assert policy_from_json(policy_to_json(policy)) == policy
@@ -341,6 +348,7 @@ def test_a_policy_is_stored_and_read_back_whole() -> None:
     [
         (KeySpec("acme", policy=Policy(QuotaLimits(daily_budget_tokens=0))), "daily_budget_tokens"),
         (KeySpec("acme", policy=Policy(QuotaLimits(monthly_budget_nanos=2**53))), "monthly_budget_nanos"),
+        (KeySpec("acme", policy=Policy(worker_slots=1)), "worker_slots"),
         (KeySpec("acme", policy=Policy(length_caps={"": LengthCap()})), "length_caps"),
         (KeySpec("acme", policy=Policy(length_caps={"m": LengthCap(0)})), "length_caps"),
         (KeySpec("acme", policy=Policy(weight=float("nan"))), "weight"),

@@ -341,3 +341,24 @@ async def test_a_refusal_names_the_limit_whose_it_is_and_the_wait(
     assert refused.value.row.reason == refusal.reason
     assert text in refused.value.message
     assert refused.value.retry_after_s == wait
+
+
+@pytest.mark.parametrize(
+    ("prices", "batch", "expected"),
+    [
+        ({"echo": (3, 5), "echo batch": (1, 2)}, False, (3, 5)),
+        ({"echo": (3, 5), "echo batch": (1, 2)}, True, (1, 2)),
+        ({"echo": (3, 5), "echo@1": (7, 8), "echo batch": (1, 2)}, True, (7, 8)),
+        ({"echo": (3, 5), "echo@1 batch": (0, 0), "echo@1": (7, 8)}, True, (0, 0)),
+        ({"other": (3, 5)}, False, (0, 0)),
+    ],
+)
+async def test_a_request_is_held_at_the_price_of_its_version_and_class(
+    rig: Rig, prices: dict[str, tuple[int, int]], batch: bool, expected: tuple[int, int]
+) -> None:
+    key = dataclasses.replace(KEY, prices=prices, batch_only=batch)
+
+    await rig.generator.start(key, make_request())
+
+    (ask,) = rig.store.reserved.values()
+    assert ask.prices == expected

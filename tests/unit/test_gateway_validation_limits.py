@@ -17,6 +17,7 @@ from services.gateway.validation import Validator
 from tests.helpers.echo_generation import (
     FakeDirectory,
     FakeGenerator,
+    FakeKeyRing,
     HttpAnswer,
     InlineRenderer,
     front,
@@ -130,6 +131,14 @@ async def test_prompt_and_output_fit_the_context_exactly(tokens: int, status: in
 
 async def test_what_no_pool_of_blocks_can_hold_is_refused_at_once() -> None:
     small = front(FakeGenerator(one_by_one([65])), served(block_count=2))
+
+    assert (await small.complete(prompt="x" * 16, max_tokens=16)).status == 200
+    assert (await small.complete(prompt="x" * 16, max_tokens=17)).status == 400
+
+
+async def test_what_the_blocks_of_its_tenant_cannot_hold_is_refused_at_once() -> None:
+    capped = FakeKeyRing(secret=dataclasses.replace(key(), worker_blocks=2))
+    small = front(FakeGenerator(one_by_one([65])), keyring=capped)
 
     assert (await small.complete(prompt="x" * 16, max_tokens=16)).status == 200
     assert (await small.complete(prompt="x" * 16, max_tokens=17)).status == 400
