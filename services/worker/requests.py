@@ -13,8 +13,8 @@ from millrace.worker.v1 import worker_service_pb2
 
 from services.worker import wire
 from services.worker.engine.outputs import EngineOutput
-from services.worker.tenant_caps import TenantCaps
 from services.worker.streams import Failure, RequestFacts, RequestStream
+from services.worker.tenant_caps import TenantCaps
 
 COALESCE_S = 0.020
 GATEWAY_GRACE_S = 5.0
