@@ -26,6 +26,11 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_HIGH_WATER_BYTES)
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        # A writer may ask it whether the client is still there: writes to a closing transport are dropped in silence.
+        self.scope["state"]["transport"] = self.transport
+
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager

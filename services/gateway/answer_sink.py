@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol, TypeVar
 
-from starlette.types import Send
+from starlette.types import Message, Scope, Send
 
 from services.common.errors import SlowReader
 
@@ -82,6 +82,26 @@ class ClientSink:
 
     async def flushed(self) -> None:
         """Every write was delivered."""
+
+
+def while_open(scope: Scope, send: Send) -> Send:
+    """`send`, which never returns from a write that the client's connection did not take: nothing of it was delivered.
+
+    The disconnect that follows must cancel the writer.
+    """
+    transport: asyncio.Transport | None = scope.get("state", {}).get("transport")
+    if transport is None:
+        return send
+
+    async def sending(message: Message) -> None:
+        if not transport.is_closing():
+            await send(message)
+            # The server itself closes after the last write of a connection.
+            if not transport.is_closing() or not message.get("more_body", False):
+                return
+        await asyncio.get_running_loop().create_future()
+
+    return sending
 
 
 async def paced(source: AsyncGenerator[T, None], first_s: float) -> AsyncGenerator[T | None, None]:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Unsupported
-from services.gateway.answer_sink import ClientSink, Sink
+from services.gateway.answer_sink import ClientSink, Sink, while_open
 from services.gateway.answering import Answering, until_disconnect
 from services.gateway.come_back import parse_come_back, parse_last_event
 from services.gateway.front_parts import FrontParts
@@ -100,7 +100,8 @@ async def serve(
     answers: ResumableAnswers, asgi: tuple[Scope, Receive, Send], raw: bytes, job: Job, *, stream: bool
 ) -> None:
     """Answer one request until its client goes away, or longer where the client asked for it. `raw` is its body."""
-    scope, receive, send = asgi
+    scope, receive, _ = asgi
+    send = while_open(scope, asgi[2])
     ask = parse_come_back(scope["headers"], scope["path"], raw, stream=stream)
 
     async def once() -> None:

@@ -11,6 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError
+from services.gateway.answer_sink import while_open
+from services.gateway.answering import until_disconnect
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,4 +88,59 @@ async def test_an_answer_waits_for_its_reader_at_sixteen_kibibytes() -> None:
 
     assert written < 100_000
     client.close()
+    await server.stop()
+
+
+async def test_what_is_written_to_a_client_that_left_is_not_taken() -> None:
+    taken: list[bytes] = []
+    over = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def work() -> None:
+            sending = while_open(scope, send)
+            await sending({"type": "http.response.start", "status": 200, "headers": []})
+            await sending({"type": "http.response.body", "body": b"first", "more_body": True})
+            taken.append(b"first")
+            # The client's end is seen while nothing is read from it here.
+            while not scope["state"]["transport"].is_closing():
+                await asyncio.sleep(0)
+            await sending({"type": "http.response.body", "body": b"second", "more_body": True})
+            taken.append(b"second")
+
+        await until_disconnect(receive, work())
+        over.set()
+
+    server = HttpServer(app, listen("127.0.0.1:0"))
+    server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"first")
+    writer.write_eof()
+    rest = await reader.read()
+    async with asyncio.timeout(10):
+        await over.wait()
+
+    assert taken == [b"first"]
+    assert b"second" not in rest
+    writer.close()
+    await server.stop()
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+async def test_the_last_write_is_taken_whether_or_not_the_server_closes_after_it(connection: str) -> None:
+    taken = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await hello(scope, receive, while_open(scope, send))
+        taken.set()
+
+    server = HttpServer(app, listen("127.0.0.1:0"))
+    server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(f"GET / HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\n\r\n".encode())
+    await reader.readuntil(b"hello")
+    async with asyncio.timeout(10):
+        await taken.wait()
+
+    writer.close()
     await server.stop()

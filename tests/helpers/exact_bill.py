@@ -1,0 +1,87 @@
+"""Load through a counting proxy while clients leave and processes die; every row compared with the count."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from tests.helpers.counting_proxy import Counted, CountingProxy, read_until
+from tests.helpers.nemesis import ACK_WINDOW, SETTLING_S, Nemesis
+from tests.helpers.stack import Stack
+
+AT_ONCE = 16
+# How long a killed process may take to be there again: the supervisor pauses longer after each death.
+RETURN_S = 60.0
+
+
+class ExactBill:
+    """Clients that come until `cuts` of them have left in mid-stream and every kill is done."""
+
+    def __init__(self, stack: Stack, seed: int, *, cuts: int) -> None:
+        self.stack = stack
+        self.nemesis = Nemesis(stack, seed)
+        self.cut_count = 0
+        self.seen: list[Counted] = []
+        self._random = random.Random(seed)
+        self._cuts = cuts
+        self._killed = asyncio.Event()
+
+    async def run(self, kills: Sequence[str]) -> None:
+        """`kills` names a service for each kill, in order; the next one waits until the last one is back."""
+        async with CountingProxy(self.stack.port) as proxy:
+            limits = httpx.Limits(max_keepalive_connections=0)
+            async with httpx.AsyncClient(
+                base_url=proxy.url, headers=self.stack.headers, timeout=60, limits=limits
+            ) as client:
+                clients = [asyncio.create_task(self._client(client)) for _ in range(AT_ONCE)]
+                await self._kill(kills)
+                self._killed.set()
+                await asyncio.gather(*clients)
+            self.seen = [counted for counted in proxy.seen if counted.accepted]
+
+    async def _client(self, client: httpx.AsyncClient) -> None:
+        while self.cut_count < self._cuts or not self._killed.is_set():
+            size = self._random.randint(10, 60)
+            leave = self._random.randint(1, size) if self._random.random() < 0.8 else None
+            left = await read_until(client, size, leave)
+            self.cut_count += left
+            await asyncio.sleep(0.0 if left else 0.05)
+
+    async def _kill(self, kills: Sequence[str]) -> None:
+        for service in kills:
+            end = time.monotonic() + RETURN_S
+            while not await self.nemesis.strike(service, "kill"):
+                assert time.monotonic() < end, f"{service} did not come back"
+                await asyncio.sleep(0.1)
+            # So that its streams are lost, not only its start.
+            await asyncio.sleep(self._random.uniform(1.0, 2.0))
+
+    def mistakes(self, rows: Sequence[dict[str, Any]]) -> list[str]:
+        """Rows that do not say what passed the proxy."""
+        by_id = {row["request_id"]: row for row in rows}
+        found = [f"{name}: {n} rows" for name, n in Counter(row["request_id"] for row in rows).items() if n != 1]
+        for counted in self.seen:
+            row = by_id.get(counted.request_id)
+            wrong = "no row" if row is None else self._mistake(counted, row["billed_completion_tokens"])
+            if wrong is not None:
+                state = "" if row is None else f"{row['terminal_state']} {row['error_reason']}"
+                found.append(f"{counted.request_id} ({state}): {wrong}")
+        return found
+
+    def _mistake(self, counted: Counted, billed: int) -> str | None:
+        count, nemesis = counted.token_count, self.nemesis
+        if billed == count:
+            return None
+        if not nemesis.killed("gateway", counted.began, counted.ended + 1):
+            return f"billed {billed}, {count} passed the proxy"
+        if count - ACK_WINDOW <= billed <= count:
+            return None
+        if billed == 0 and nemesis.killed("worker", counted.began, counted.ended + SETTLING_S):
+            return None
+        return f"the gateway was killed: billed {billed}, {count} passed the proxy"
