@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,6 +23,19 @@ _WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _QUEUE = (0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkTimes:
+    """The histograms of requests of one kind, their labels filled in."""
+
+    ttft: Histogram
+    itl: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+
+
 class Metrics:
     """All instruments of one process, on a registry of their own."""
 
@@ -29,6 +43,7 @@ class Metrics:
         r = self.registry = registry if registry is not None else CollectorRegistry()
         self._tenant_cap = tenant_cap
         self._tenants: set[str] = set()
+        self._work: dict[tuple[str, ...], WorkTimes] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"millrace_{name}", text, _WORK, buckets=buckets, registry=r)
@@ -85,6 +100,15 @@ class Metrics:
             "millrace_engine_step_seconds", "One engine step.", _MODEL, buckets=_TOKEN_GAP, registry=r
         )
         self.usage_events_total = counter("usage_events", "Usage events by outcome.", ("outcome",))
+
+    def work(self, labels: tuple[str, str, str, str, str]) -> WorkTimes:
+        """The histograms of these labels; looked up by name once, not with each token."""
+        known = self._work.get(labels)
+        if known is None:
+            every = (self.ttft_seconds, self.itl_seconds, self.tpot_seconds, self.e2e_seconds, self.queue_seconds)
+            made = [each.labels(*labels) for each in (*every, self.prefill_seconds, self.decode_seconds)]
+            known = self._work[labels] = WorkTimes(*made)
+        return known
 
     def tenant_label(self, tenant: str) -> str:
         """The tenant itself for the first `tenant_cap` tenants seen, then `other`."""

@@ -39,6 +39,7 @@ STORE_PATIENCE_S = 3.0
 # Above this many prompt tokens the block hashes are computed in a thread.
 _THREAD_TOKENS = 8_192
 _ULID_CHARS = 26
+_MAX_SALTS = 4_096
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class AdmissionGenerator:
         self._gate = gate
         self._clock: Clock = table.clock
         self._tasks = Tasks()
+        self._salts: dict[str, bytes] = {}
 
     async def start(self, key: KeyRecord, request: ValidRequest) -> LiveRequest:
         """Reserve and enqueue. Raises a MillraceError of limits, queue or store; nothing is then left behind."""
@@ -101,7 +103,10 @@ class AdmissionGenerator:
             if not self._workers.serves(model.model, model.version):
                 raise NoWorker(f"No worker serves `{model.model}` at the moment.", retry_after_s=RETRY_AFTER_S)
             live = await self._prepare(key, request, span, received_at)
-            with trace.use_span(span), tracer().start_as_current_span("admission.enqueue"):
+            if span.is_recording():
+                with trace.use_span(span), tracer().start_as_current_span("admission.enqueue"):
+                    await self._admit(live)
+            else:
                 await self._admit(live)
         except BaseException as error:
             reason = error.row.reason if isinstance(error, MillraceError) else "CANCELLED"
@@ -218,9 +223,18 @@ class AdmissionGenerator:
             worker_tokens=None if blocks is None else blocks * facts.request.model.card.block_size,
         )
 
+    def _salt_of(self, tenant: str) -> bytes:
+        salt = self._salts.get(tenant)
+        if salt is None:
+            salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + tenant.encode(), hashlib.sha256)
+            if len(self._salts) >= _MAX_SALTS:
+                self._salts.clear()
+            self._salts[tenant] = salt
+        return salt
+
     def _entry(self, key: KeyRecord, request: ValidRequest) -> admission_pb2.AdmissionEntry:
         card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
-        salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + key.tenant.encode(), hashlib.sha256)
+        salt = self._salt_of(key.tenant)
         return admission_pb2.AdmissionEntry(
             request_id=request.request_id or new_ulid(self._clock.wall()),
             tenant=key.tenant,

@@ -33,20 +33,26 @@ _STREAM_HEADERS = [
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; cancel it as soon as the client is gone. The body must have been read."""
 
-    async def gone() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
         while (await receive())["type"] != "http.disconnect":
             pass
+        left = True
+        task.cancel()
 
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    watcher = asyncio.create_task(watch(), name="until-disconnect")
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await work
+    except asyncio.CancelledError:
+        # Our own cancellation ends here; another's goes on, also where both came.
+        if not left or task.uncancel() > 0:
+            raise
     finally:
         watcher.cancel()
-        if not task.done():
-            task.cancel()
-        results = await asyncio.gather(task, watcher, return_exceptions=True)
-    if isinstance(results[0], Exception):
-        raise results[0]
 
 
 class Answering:
@@ -97,7 +103,7 @@ class Answering:
                 ending = common_pb2.TERMINAL_STATE_COMPLETED, self._reasons[0], ""
             raise
         finally:
-            await asyncio.shield(self._generation.finish(*ending))
+            await self._generation.finish(*ending)
 
     async def _whole(self) -> None:
         deltas: list[list[TextDelta]] = [[] for _ in self._usage.choices]

@@ -7,7 +7,7 @@ on this machine see it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 from starlette.applications import Starlette
@@ -41,12 +41,16 @@ _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class Edge:
-    """Outermost layer: header limits, the key, and every failure as an OpenAI error."""
+    """Outermost layer: header limits, the key, and every failure as an OpenAI error.
 
-    def __init__(self, app: ASGIApp, keyring: KeyRing, limits: Limits) -> None:
+    `direct` are the endpoints behind POST that need nothing of the router: what is asked most goes straight there.
+    """
+
+    def __init__(self, app: Starlette, keyring: KeyRing, limits: Limits, direct: Mapping[str, ASGIApp]) -> None:
         self._app = app
         self._keyring = keyring
         self._limits = limits
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -65,17 +69,18 @@ class Edge:
             self._check_headers(scope)
             if scope["path"] not in OPEN_PATHS:
                 scope.setdefault("state", {})["key"] = await self._keyring.authenticate(_authorization(scope))
-            await self._app(scope, receive, sending)
+            direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+            await (direct or self._app)(scope, receive, sending)
         except Exception as caught:
             error = as_millrace(caught)
             if error is not caught:
                 structlog.get_logger().error("request_failed", path=scope["path"][:64], exc_info=caught)
             if started:
                 return
-            await sending(
-                {"type": "http.response.start", "status": error.row.http_status, "headers": error_headers(error)}
-            )
-            await sending({"type": "http.response.body", "body": error_body(error)})
+            body = error_body(error)
+            headers = [*error_headers(error), (b"content-length", str(len(body)).encode())]
+            await sending({"type": "http.response.start", "status": error.row.http_status, "headers": headers})
+            await sending({"type": "http.response.body", "body": body})
 
     def _check_headers(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -127,6 +132,11 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     async def failed(_request: Request, error: Exception) -> Response:
         return _error_response(as_millrace(error))
 
+    direct: dict[str, ASGIApp] = {
+        "/v1/chat/completions": chat_endpoint(parts, validator),
+        "/v1/completions": completion_endpoint(parts, validator),
+        "/v1/responses": responses,
+    }
     routes = [
         Route("/healthz", health.healthz),
         Route("/readyz", health.readyz),
@@ -134,9 +144,7 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         Route("/openapi.json", description, methods=["GET"]),
         Route("/v1/models", models.list, methods=["GET"]),
         Route("/v1/models/{model:path}", models.get, methods=["GET"]),
-        Route("/v1/chat/completions", chat_endpoint(parts, validator), methods=["POST"]),
-        Route("/v1/completions", completion_endpoint(parts, validator), methods=["POST"]),
-        Route("/v1/responses", responses, methods=["POST"]),
+        *(Route(path, endpoint, methods=["POST"]) for path, endpoint in direct.items()),
         Route("/v1/responses/{id}", responses.get, methods=["GET"]),
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
@@ -156,7 +164,7 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         Route("/detokenize", JsonEndpoint(DetokenizeRequest, text.detokenize, limits), methods=["POST"]),
     ]
     handlers = {404: missing, 405: missing, MillraceError: failed, Exception: failed}
-    return Edge(Starlette(routes=routes, exception_handlers=handlers), parts.keyring, limits)
+    return Edge(Starlette(routes=routes, exception_handlers=handlers), parts.keyring, limits, direct)
 
 
 def _error_response(error: MillraceError) -> Response:

@@ -79,6 +79,8 @@ class LiveRequest:
         self.renewing = False
         # Of a mirrored request: how its answer compares.
         self.shadow: usage_event_pb2.ShadowReport | None = None
+        # The epoch whose worker was told that it may forget the request.
+        self.confirmed: int | None = None
         self.wake = asyncio.Event()
         self._table = table
         self._worker = ""
@@ -242,7 +244,7 @@ class LiveTable:
             return
         actions = request.core.end()
         bound, ack = request.core.binding, request.core.ack_entry()
-        if not actions and bound is not None and ack is not None:
+        if not actions and bound is not None and ack is not None and request.confirmed != bound.epoch:
             self.effects.confirm(bound.instance, _ack_entry(request.request_id, ack))
         self.perform(request, actions)
         if not self._requests:
@@ -312,6 +314,7 @@ class LiveTable:
             if bound is not None and ack is not None and bound.instance == instance:
                 entry = worker_service_pb2.Continue(request_id=request.request_id, epoch=ack[0], next_indices=ack[1])
                 held.append(entry)
+                request.confirmed = None
         return held
 
     def on_frame(self, instance: str, events: Iterable[worker_service_pb2.Event]) -> None:
@@ -349,6 +352,7 @@ class LiveTable:
             request = self._requests.get(entry.request_id)
             if request is not None:
                 request.core.on_acked(entry.epoch, tuple(entry.next_indices))
+                request.confirmed = entry.epoch if entry.done else None
                 request.wake.set()
 
     def on_worker_lost(self, instance: str) -> None:

@@ -29,6 +29,7 @@ class RequestMeter:
     ) -> None:
         self._metrics = metrics
         self._labels = labels
+        self._times = metrics.work(labels)
         self._received_at = received_at
         self._targets = targets
         self._started_at: float | None = None
@@ -38,7 +39,7 @@ class RequestMeter:
 
     def accepted(self, now: float) -> None:
         """A worker took the request."""
-        self._metrics.queue_seconds.labels(*self._labels).observe(now - self._received_at)
+        self._times.queue.observe(now - self._received_at)
 
     def started(self, now: float) -> None:
         """Prefill began."""
@@ -51,11 +52,11 @@ class RequestMeter:
             return
         if self._first_at is None:
             self._first_at = now
-            self._metrics.ttft_seconds.labels(*self._labels).observe(now - self._received_at)
+            self._times.ttft.observe(now - self._received_at)
             if self._started_at is not None:
-                self._metrics.prefill_seconds.labels(*self._labels).observe(now - self._started_at)
+                self._times.prefill.observe(now - self._started_at)
         elif self._last_at is not None:
-            self._metrics.itl_seconds.labels(*self._labels).observe(now - self._last_at)
+            self._times.itl.observe(now - self._last_at)
         self._last_at, self._delivered = now, total
 
     def ended(self, now: float, event: usage_event_pb2.UsageEvent) -> None:
@@ -63,12 +64,12 @@ class RequestMeter:
         model, version, priority_class, length_class, tenant = self._labels
         state = label_of(common_pb2.TerminalState.Name(event.terminal_state))
         self._metrics.requests_total.labels(model, version, state, tenant).inc()
-        self._metrics.e2e_seconds.labels(*self._labels).observe(now - self._received_at)
+        self._times.e2e.observe(now - self._received_at)
         if self._first_at is not None and self._last_at is not None:
-            self._metrics.decode_seconds.labels(*self._labels).observe(self._last_at - self._first_at)
+            self._times.decode.observe(self._last_at - self._first_at)
         gap = self._token_gap()
         if gap is not None:
-            self._metrics.tpot_seconds.labels(*self._labels).observe(gap)
+            self._times.tpot.observe(gap)
         first = self._first_at - self._received_at if self._first_at is not None else None
         target = self._targets.of(priority_class, length_class)
         event.latency.CopyFrom(latency_of(event.terminal_state, Seconds(first, gap, now - self._received_at), target))
