@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
-from services.common.errors import NotFound
+from services.common.errors import MillraceError, NotFound
 from services.gateway.answer_sink import Headers, Sink
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import ValidRequest
@@ -90,6 +90,14 @@ def _missing(param: str | None = None) -> NotFound:
     return NotFound("There is no such response.", param=param)
 
 
+def _in_own_words(error: MillraceError) -> MillraceError:
+    """A chat's `tools[0].function.name` is `tools[0].name` here."""
+    if error.param is not None and error.param.startswith(("tools[", "tool_choice.")):
+        own = error.param.replace(".function", "")
+        error.message, error.param = error.message.replace(error.param, own), own
+    return error
+
+
 class _Job:
     """One request to create a response."""
 
@@ -112,7 +120,10 @@ class _Job:
                 raise _missing("previous_response_id") from None
             earlier = stored.turns
         self._turns = [*earlier, *new]
-        self._valid = await self._validator.validate(self._key, chat_draft(as_chat(self._body, self._turns)))
+        try:
+            self._valid = await self._validator.validate(self._key, chat_draft(as_chat(self._body, self._turns)))
+        except MillraceError as error:
+            raise _in_own_words(error) from None
 
     async def begin(self) -> AnswerRun:
         """Start the generation."""
@@ -124,7 +135,7 @@ class _Job:
 
         async def keep() -> None:
             if shape.document is not None and self._body.store is not False:
-                turns = [*self._turns, Turn("assistant", shape.text)]
+                turns = [*self._turns, shape.turn]
                 stored = StoredResponse(msgspec.Raw(msgspec.json.encode(shape.document)), turns)
                 name = response_id(generation.request_id)
                 await self._parts.responses.put(self._key.tenant, name, msgspec.json.encode(stored))

@@ -5,27 +5,39 @@ A field of type Raw is known but has only the values listed here.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from services.common.errors import InvalidRequest, Unsupported
 from services.gateway.chat_template import JsonValue
 from services.gateway.known_fields import refuse_raw
-from services.gateway.openai_types import ABSENT, ChatRequest, Message, MillraceOptions, StreamOptions
+from services.gateway.openai_types import (
+    ABSENT,
+    CalledFunction,
+    ChatRequest,
+    FunctionSpec,
+    Message,
+    MillraceOptions,
+    NamedFunction,
+    NamedTool,
+    SentToolCall,
+    StreamOptions,
+    ToolSpec,
+)
 
 # Fields of type Raw and the only values of them that are served.
 SERVED: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
     "include": ([],),
-    "parallel_tool_calls": (True, False),
     "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("auto", "none"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 _PARTS = frozenset({"input_text", "output_text", "text"})
+ValueT = TypeVar("ValueT")
 
 
 class InputPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,13 +52,34 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A message; `id` and `status` come back when an output is sent again."""
+    """A message, a call or its result; `id` and `status` come back when an output is sent again."""
 
     role: str | None = None
     content: str | list[InputPart] | None = None
     type: str = "message"
     id: str | None = None
     status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    """One of `tools`; without `strict` its schema is shown, not enforced."""
+
+    type: str
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = ABSENT
+    strict: bool | None = None
+
+
+class NamedFunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` that names a tool."""
+
+    type: str
+    name: str
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,24 +102,34 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     conversation: msgspec.Raw = ABSENT
     include: msgspec.Raw = ABSENT
     max_tool_calls: msgspec.Raw = ABSENT
-    parallel_tool_calls: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
     prompt: msgspec.Raw = ABSENT
     prompt_cache_key: msgspec.Raw = ABSENT
     reasoning: msgspec.Raw = ABSENT
     safety_identifier: msgspec.Raw = ABSENT
     service_tier: msgspec.Raw = ABSENT
     text: msgspec.Raw = ABSENT
-    tool_choice: msgspec.Raw = ABSENT
-    tools: msgspec.Raw = ABSENT
+    tool_choice: str | NamedFunctionTool | None = None
+    tools: list[FunctionTool] | None = None
     top_logprobs: msgspec.Raw = ABSENT
     truncation: msgspec.Raw = ABSENT
 
 
+class TurnCall(msgspec.Struct, frozen=True):
+    """A call that an assistant's message made."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
 class Turn(msgspec.Struct, frozen=True):
-    """One message of a conversation, as it is stored."""
+    """One message of a conversation, as it is stored. `call_id` is the call whose result it is."""
 
     role: str
     content: str
+    calls: list[TurnCall] = []
+    call_id: str | None = None
 
 
 def input_turns(body: ResponsesRequest) -> list[Turn]:
@@ -96,7 +139,16 @@ def input_turns(body: ResponsesRequest) -> list[Turn]:
         return [Turn("user", body.input)]
     if not body.input:
         raise InvalidRequest("`input` must not be empty.", param="input")
-    return [_turn(item, f"input[{index}]") for index, item in enumerate(body.input)]
+    turns: list[Turn] = []
+    for index, item in enumerate(body.input):
+        path = f"input[{index}]"
+        if item.type == "function_call":
+            # Calls belong to the assistant's message before them.
+            before = turns.pop() if turns and turns[-1].role == "assistant" else Turn("assistant", "")
+            turns.append(msgspec.structs.replace(before, calls=[*before.calls, _call(item, path)]))
+        else:
+            turns.append(_turn(item, path))
+    return turns
 
 
 def as_chat(body: ResponsesRequest, turns: list[Turn]) -> ChatRequest:
@@ -104,7 +156,10 @@ def as_chat(body: ResponsesRequest, turns: list[Turn]) -> ChatRequest:
     first = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
     return ChatRequest(
         model=body.model,
-        messages=[*first, *(Message(role=turn.role, content=turn.content) for turn in turns)],
+        messages=[*first, *map(_message, turns)],
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -114,20 +169,51 @@ def as_chat(body: ResponsesRequest, turns: list[Turn]) -> ChatRequest:
     )
 
 
+def _message(turn: Turn) -> Message:
+    calls = [SentToolCall(call.call_id, CalledFunction(call.name, call.arguments)) for call in turn.calls]
+    return Message(role=turn.role, content=turn.content, tool_calls=calls or None, tool_call_id=turn.call_id)
+
+
+def _tool(tool: FunctionTool) -> ToolSpec:
+    return ToolSpec(tool.type, FunctionSpec(tool.name, tool.description, tool.parameters, tool.strict))
+
+
+def _tool_choice(sent: str | NamedFunctionTool | None) -> str | NamedTool | None:
+    return NamedTool(sent.type, NamedFunction(sent.name)) if isinstance(sent, NamedFunctionTool) else sent
+
+
 def _turn(item: InputItem, path: str) -> Turn:
+    if item.type == "function_call_output":
+        output: str | list[InputPart] = _required(item.output, f"{path}.output")
+        return Turn("tool", _text(output, f"{path}.output"), call_id=_required(item.call_id, f"{path}.call_id"))
     if item.type != "message":
-        raise Unsupported(f"`{path}.type` must be `message`.", param=f"{path}.type")
-    if item.role is None or item.content is None:
-        missing = "role" if item.role is None else "content"
-        raise InvalidRequest(f"`{path}.{missing}` is required.", param=f"{path}.{missing}")
-    if isinstance(item.content, str):
-        return Turn(item.role, item.content)
+        message = f"`{path}.type` must be message, function_call or function_call_output."
+        raise Unsupported(message, param=f"{path}.type")
+    role = _required(item.role, f"{path}.role")
+    content: str | list[InputPart] = _required(item.content, f"{path}.content")
+    return Turn(role, _text(content, f"{path}.content"))
+
+
+def _call(item: InputItem, path: str) -> TurnCall:
+    call_id, name = _required(item.call_id, f"{path}.call_id"), _required(item.name, f"{path}.name")
+    return TurnCall(call_id, name, _required(item.arguments, f"{path}.arguments"))
+
+
+def _required(value: ValueT | None, field: str) -> ValueT:
+    if value is None:
+        raise InvalidRequest(f"`{field}` is required.", param=field)
+    return value
+
+
+def _text(content: str | list[InputPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
     texts = []
-    for index, part in enumerate(item.content):
-        field = f"{path}.content[{index}]"
+    for index, part in enumerate(content):
+        field = f"{path}[{index}]"
         if part.type not in _PARTS:
             raise Unsupported(f"`{field}.type` must be `input_text`: only text is served.", param=f"{field}.type")
         if part.text is None:
             raise InvalidRequest(f"`{field}.text` is required.", param=f"{field}.text")
         texts.append(part.text)
-    return Turn(item.role, "".join(texts))
+    return "".join(texts)

@@ -28,6 +28,13 @@ from tests.helpers.echo_generation import (
 from tests.helpers.fake_clock import FakeClock
 
 HELLO = list(b"Hello")
+CALLS = list(
+    b'<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>\n'
+    b'<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "name": "get_weather", "description": "Now", "parameters": CITY}
+TIME = {"type": "function", "name": "get_time"}
 
 
 class Rig:
@@ -106,6 +113,60 @@ async def test_the_sdk_helper_reads_the_stream(rig: Rig) -> None:
     assert final.output_text == "Hello"
 
 
+async def test_a_call_and_its_result_go_through_a_conversation(rig: Rig) -> None:
+    rig.generator.script = one_by_one(CALLS, finish=STOP)
+    first = await rig.sdk.responses.create(model="tiny", input="Weather?", tools=[WEATHER, TIME])
+    rig.generator.script = one_by_one(HELLO, finish=STOP)
+    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "22"} for item in first.output]
+    second = await rig.sdk.responses.create(
+        model="tiny", input=results, tools=[WEATHER, TIME], previous_response_id=first.id
+    )
+    replayed = await rig.sdk.responses.create(
+        model="tiny", input=[{"role": "user", "content": "Weather?"}, *first.output, *results], tools=[WEATHER, TIME]
+    )
+
+    assert [(item.type, item.name, item.arguments, item.status) for item in first.output] == [
+        ("function_call", "get_weather", '{"city": "Rom"}', "completed"),
+        ("function_call", "get_time", "{}", "completed"),
+    ]
+    assert first.tools[0].to_dict() == WEATHER | {"strict": False}
+    assert second.output_text == replayed.output_text == "Hello"
+    assert second.tools[1].name == "get_time"
+    _, by_id, by_replay = rig.prompts()
+    assert by_id == by_replay
+    assert by_id.index("Weather?") < by_id.index('{"city": "Rom"}') < by_id.index("22")
+
+
+async def test_calls_are_streamed_item_after_item(rig: Rig) -> None:
+    rig.generator.script = one_by_one([*b"Let me see. ", *CALLS], finish=STOP)
+    async with rig.sdk.responses.stream(model="tiny", input="Weather?", tools=[WEATHER, TIME]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+
+    places = [(e.type, e.output_index) for e in events if e.type.startswith("response.output_item")]
+    assert places == [(f"response.output_item.{what}", index) for index in range(3) for what in ("added", "done")]
+    deltas = {index: "" for index in range(3)}
+    for event in events:
+        if event.type in ("response.output_text.delta", "response.function_call_arguments.delta"):
+            deltas[event.output_index] += event.delta
+    assert deltas == {0: "Let me see.", 1: '{"city": "Rom"}', 2: "{}"}
+    assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+    assert [event.sequence_number for event in events if hasattr(event, "sequence_number")] == sorted(
+        event.sequence_number for event in events if hasattr(event, "sequence_number")
+    )
+    assert (await rig.sdk.responses.retrieve(final.id)).output[1].arguments == '{"city": "Rom"}'
+
+
+async def test_one_call_only_where_no_more_are_wanted(rig: Rig) -> None:
+    rig.generator.script = one_by_one(CALLS, finish=STOP)
+    answer = await rig.sdk.responses.create(
+        model="tiny", input="Weather?", tools=[WEATHER, TIME], parallel_tool_calls=False
+    )
+
+    assert [item.name for item in answer.output] == ["get_weather"]
+    assert answer.parallel_tool_calls is False
+
+
 async def test_a_cut_answer_is_incomplete(rig: Rig) -> None:
     rig.generator.script = one_by_one(HELLO, finish=LENGTH)
     answer = await rig.sdk.responses.create(model="tiny", input="Hi", max_output_tokens=5)
@@ -156,11 +217,16 @@ async def test_a_failed_answer_is_not_stored(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "no name"}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "other"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"input": [{"type": "function_call_output", "output": "22"}]}, "input[0].call_id"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "function_call", "role": "user", "content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "role": "user", "content": "x"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
@@ -185,6 +251,6 @@ async def test_the_store_survives_a_restart_and_is_shared(rig: Rig, tmp_path: Pa
     found = await again.get("acme", made.id)
 
     assert found is not None
-    assert json.loads(found)["turns"][-1] == {"role": "assistant", "content": "Hello"}
+    assert json.loads(found)["turns"][-1] == {"role": "assistant", "content": "Hello", "calls": [], "call_id": None}
     assert all([await rig.store.get("acme", f"r{i}") == b"x" for i in range(20)])
     await again.close()
