@@ -34,7 +34,6 @@ from services.gateway.limits import Limits
 from services.gateway.model_endpoints import ModelEndpoints
 from services.gateway.responses import ResponsesEndpoint
 from services.gateway.tokenize_endpoints import TokenizeEndpoints
-from services.gateway.validation import Validator
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -105,7 +104,7 @@ def _client_id(scope: Scope) -> list[tuple[bytes, bytes]]:
 def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]) -> ASGIApp:
     """The ASGI application."""
     directory = parts.directory
-    validator = Validator(directory, parts.renderer, parts.grammars)
+    validator = parts.validator
     models = ModelEndpoints(directory, int(parts.clock.wall()))
     limits = validator.limits
     text = TokenizeEndpoints(validator)

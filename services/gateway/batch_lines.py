@@ -25,7 +25,6 @@ from services.gateway.http_errors import as_millrace, error_body
 from services.gateway.json_body import decode_body
 from services.gateway.limits import Limits
 from services.gateway.openai_types import ChatRequest, CompletionRequest
-from services.gateway.validation import Validator
 
 # Keeps an answer; False when the line has one.
 Keep = Callable[[LineResponse], Awaitable[bool]]
@@ -74,7 +73,7 @@ class LineDoor:
     """Answers lines inside this gateway."""
 
     def __init__(self, parts: FrontParts) -> None:
-        validator = Validator(parts.directory, parts.renderer, parts.grammars)
+        validator = parts.validator
         self.limits = validator.limits
         self._chat = chat_endpoint(parts, validator)
         self._completion = completion_endpoint(parts, validator)

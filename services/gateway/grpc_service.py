@@ -33,7 +33,6 @@ from services.gateway.request_draft import (
 )
 from services.gateway.text_stream import TextDelta, TextToken, text_deltas
 from services.gateway.tokenizer import Tokenizer
-from services.gateway.validation import Validator
 
 # As the header of the HTTP door.
 SESSION_METADATA = "x-millrace-session"
@@ -50,7 +49,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         self._keyring = parts.keyring
         self._clock = parts.clock
         self._answers = parts.answers
-        self._validator = Validator(parts.directory, parts.renderer, parts.grammars)
+        self._validator = parts.validator
         self._embedder = Embedder(parts.generator, self._validator)
 
     def add_to(self, server: grpc.aio.Server) -> None:

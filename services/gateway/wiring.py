@@ -29,6 +29,7 @@ from services.gateway.peers import Peers
 from services.gateway.response_store import SqliteResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.validation import Validator
 
 
 class GatewayApp:
@@ -103,8 +104,7 @@ class GatewayApp:
             parts.directory,
             parts.keyring,
             parts.clock,
-            self._renderer,
-            self._grammars,
+            Validator(parts.directory, self._renderer, self._grammars),
             self.answers,
             self._responses,
             FileStore(self._database, self._store_dir / "files", parts.clock, Limits()),

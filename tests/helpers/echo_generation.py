@@ -38,6 +38,7 @@ from services.gateway.reasoning import reasoning_markers
 from services.gateway.response_store import ResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.validation import Validator
 from tests.helpers.fake_clock import FakeClock
 
 REQUEST_ID = "01JAAAAAAAAAAAAAAAAAAAAAAA"
@@ -432,16 +433,16 @@ def front_parts(
 ) -> FrontParts:
     """What a door is built of, over the fakes; without `answers`, no Redis is there to come back to."""
     clock = FakeClock()
+    directory = FakeDirectory(*models)
     # A test that keeps files names a folder.
     folder = store_dir if store_dir is not None else Path("/dev/null")
     database = batch_database(folder)
     return FrontParts(
         generator,
-        FakeDirectory(*models),
+        directory,
         keyring if keyring is not None else FakeKeyRing(),
         clock,
-        renderer if renderer is not None else InlineRenderer(),
-        GrammarChecker(),
+        Validator(directory, renderer if renderer is not None else InlineRenderer(), GrammarChecker()),
         answers if answers is not None else resumable_answers(connect("unix:///none"), clock),
         responses if responses is not None else MemoryResponses(),
         FileStore(database, folder / "files", clock, Limits()),
