@@ -5,8 +5,6 @@ A field of type Raw is known but has only the values listed here.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 
 from services.common.errors import InvalidRequest, Unsupported
@@ -37,7 +35,6 @@ SERVED: dict[str, tuple[JsonValue, ...]] = {
     "truncation": ("disabled",),
 }
 _PARTS = frozenset({"input_text", "output_text", "text"})
-ValueT = TypeVar("ValueT")
 
 
 class InputPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,25 +181,33 @@ def _tool_choice(sent: str | NamedFunctionTool | None) -> str | NamedTool | None
 
 def _turn(item: InputItem, path: str) -> Turn:
     if item.type == "function_call_output":
-        output: str | list[InputPart] = _required(item.output, f"{path}.output")
-        return Turn("tool", _text(output, f"{path}.output"), call_id=_required(item.call_id, f"{path}.call_id"))
+        if item.output is None:
+            raise _missing(f"{path}.output")
+        if item.call_id is None:
+            raise _missing(f"{path}.call_id")
+        return Turn("tool", _text(item.output, f"{path}.output"), call_id=item.call_id)
     if item.type != "message":
         message = f"`{path}.type` must be message, function_call or function_call_output."
         raise Unsupported(message, param=f"{path}.type")
-    role = _required(item.role, f"{path}.role")
-    content: str | list[InputPart] = _required(item.content, f"{path}.content")
-    return Turn(role, _text(content, f"{path}.content"))
+    if item.role is None:
+        raise _missing(f"{path}.role")
+    if item.content is None:
+        raise _missing(f"{path}.content")
+    return Turn(item.role, _text(item.content, f"{path}.content"))
 
 
 def _call(item: InputItem, path: str) -> TurnCall:
-    call_id, name = _required(item.call_id, f"{path}.call_id"), _required(item.name, f"{path}.name")
-    return TurnCall(call_id, name, _required(item.arguments, f"{path}.arguments"))
+    if item.call_id is None:
+        raise _missing(f"{path}.call_id")
+    if item.name is None:
+        raise _missing(f"{path}.name")
+    if item.arguments is None:
+        raise _missing(f"{path}.arguments")
+    return TurnCall(item.call_id, item.name, item.arguments)
 
 
-def _required(value: ValueT | None, field: str) -> ValueT:
-    if value is None:
-        raise InvalidRequest(f"`{field}` is required.", param=field)
-    return value
+def _missing(field: str) -> InvalidRequest:
+    return InvalidRequest(f"`{field}` is required.", param=field)
 
 
 def _text(content: str | list[InputPart], path: str) -> str:
@@ -214,6 +219,6 @@ def _text(content: str | list[InputPart], path: str) -> str:
         if part.type not in _PARTS:
             raise Unsupported(f"`{field}.type` must be `input_text`: only text is served.", param=f"{field}.type")
         if part.text is None:
-            raise InvalidRequest(f"`{field}.text` is required.", param=f"{field}.text")
+            raise _missing(f"{field}.text")
         texts.append(part.text)
     return "".join(texts)
