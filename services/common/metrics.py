@@ -41,8 +41,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry | None = None, *, tenant_cap: int = 100) -> None:
         r = self.registry = registry if registry is not None else CollectorRegistry()
-        self._tenant_cap = tenant_cap
-        self._tenants: set[str] = set()
+        self._tenant_cap, self._tenants = tenant_cap, set[str]()
         self._work: dict[tuple[str, ...], WorkTimes] = {}
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

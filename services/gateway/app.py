@@ -131,11 +131,7 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     async def failed(_request: Request, error: Exception) -> Response:
         return _error_response(as_millrace(error))
 
-    direct: dict[str, ASGIApp] = {
-        "/v1/chat/completions": chat_endpoint(parts, validator),
-        "/v1/completions": completion_endpoint(parts, validator),
-        "/v1/responses": responses,
-    }
+    direct = _direct(parts, responses)
     routes = [
         Route("/healthz", health.healthz),
         Route("/readyz", health.readyz),
@@ -164,6 +160,14 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     ]
     handlers = {404: missing, 405: missing, MillraceError: failed, Exception: failed}
     return Edge(Starlette(routes=routes, exception_handlers=handlers), parts.keyring, limits, direct)
+
+
+def _direct(parts: FrontParts, responses: ResponsesEndpoint) -> dict[str, ASGIApp]:
+    return {
+        "/v1/chat/completions": chat_endpoint(parts, parts.validator),
+        "/v1/completions": completion_endpoint(parts, parts.validator),
+        "/v1/responses": responses,
+    }
 
 
 def _error_response(error: MillraceError) -> Response:
