@@ -1,0 +1,171 @@
+"""Bad versions through the whole stack: gateway, router, two versions of workers, usage, in real time over HTTP.
+
+One percent of the requests go to the new version, some more are mirrored to it; the controller decides alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import redis.asyncio as aioredis
+
+from services.common.route_store import RouteStore
+from services.common.routes import Rollout, RolloutState, RouteTable, Shadow, Target
+from services.usage import rollout as steps
+from services.usage.canary.controller import WHO, ProgressStore
+from services.worker import wiring as worker_wiring
+from services.worker.engine.fake_model_runner import FakeScript
+from services.worker.engine.outputs import SchedulerOutput
+from services.worker.engine.request import RequestKey
+from tests.helpers.four_services import running_services
+from tests.helpers.redis import RedisProcess
+from tests.helpers.worker import echo_config, scripted_echo
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+
+OLD, NEW = Target("echo", "1"), Target("echo", "2")
+STREAMS = 24
+TOKENS = 8
+# How long clients go on after the first of them met the new version.
+WINDOW_S = 60.0
+STEP_S = 0.015
+# Of the requests that are mirrored.
+SHARE = 0.2
+
+
+def pace(seconds: float) -> Callable[[SchedulerOutput], None]:
+    return lambda _: time.sleep(seconds)
+
+
+def three_percent(key: RequestKey, index: int) -> str | None:
+    unlucky = random.Random(key.request_id).random() < 0.03
+    return "the device is broken" if unlucky and index == 4 else None
+
+
+GOOD = FakeScript(pace(STEP_S), weights=b"good")
+BAD = {
+    "time": FakeScript(pace(0.041), weights=b"good"),
+    "errors": FakeScript(pace(STEP_S), weights=b"good", row_error=three_percent),
+    "greedy output": FakeScript(pace(STEP_S), weights=b"wrong"),
+}
+
+
+@dataclasses.dataclass
+class Load:
+    """Clients that ask without a pause until they are told to stop; what each got, and when (monotonic seconds)."""
+
+    client: httpx.AsyncClient
+    answers: list[tuple[float, str, int]] = dataclasses.field(default_factory=list)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        numbers = itertools.count()
+
+        async def ask() -> None:
+            while not stop.is_set():
+                body = {"model": "echo", "prompt": f"p{next(numbers)}", "max_tokens": TOKENS, "temperature": 0}
+                began = time.monotonic()
+                answer = await self.client.post("/v1/completions", json=body)
+                version = answer.headers.get("x-millrace-model-version", "")
+                self.answers.append((began, version, answer.status_code))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(STREAMS):
+                group.create_task(ask())
+
+    def touched(self) -> list[float]:
+        """When the requests began that the new version answered."""
+        return sorted(began for began, version, _ in self.answers if version == "2")
+
+    def over(self) -> bool:
+        """The window is."""
+        touched = self.touched()
+        return bool(touched) and time.monotonic() > touched[0] + WINDOW_S
+
+
+async def begin_rollout(redis: aioredis.Redis, *, shadow: float, bake_s: float, **criteria: float) -> RouteStore:
+    routes = RouteStore(redis)
+    table = steps.start(RouteTable(), "echo", steps.Plan(NEW, OLD, bake_s=bake_s), now=time.time())
+    route = table.routes["echo"]
+    assert route.rollout is not None
+    rollout = dataclasses.replace(route.rollout, criteria=criteria)
+    route = dataclasses.replace(route, rollout=rollout, shadow=Shadow(NEW, shadow))
+    await routes.replace(dataclasses.replace(table, routes={"echo": route}), who="ann", why="try 2")
+    return routes
+
+
+async def rollout_of(routes: RouteStore) -> Rollout:
+    table = await routes.read()
+    assert table is not None
+    rollout = table.routes["echo"].rollout
+    assert rollout is not None
+    return rollout
+
+
+async def run_rollout(
+    redis: aioredis.Redis, redis_url: str, folder: Path, script: FakeScript, *, bake_s: float
+) -> tuple[Rollout, Load, RouteStore]:
+    """Both versions under load until the rollout has ended and the window is over."""
+    config = dataclasses.replace(echo_config(max_num_seqs=64), redis_url=redis_url)
+    new = dataclasses.replace(config, model_version="2")
+    second = worker_wiring.build(new, model=scripted_echo(new, script))
+    await second.start()
+    model = scripted_echo(config, GOOD)
+    try:
+        async with running_services(redis_url, folder, worker_config=config, model=model) as services:
+            criteria = {"tpot_ms": 30, "min_requests": 10, "min_to_fail": 5}
+            routes = await begin_rollout(redis, shadow=SHARE, bake_s=bake_s, **criteria)
+            parts = services.gateway.back.parts
+            async with asyncio.timeout(20):
+                while not parts.routes.table.revision or not (OLD in parts.directory and NEW in parts.directory):
+                    await asyncio.sleep(0.05)
+            load, stop = Load(services.client), asyncio.Event()
+            running = asyncio.create_task(load.run(stop))
+            try:
+                async with asyncio.timeout(200):
+                    while (rollout := await rollout_of(routes)).state is RolloutState.RUNNING or not load.over():
+                        await asyncio.sleep(0.1)
+            finally:
+                stop.set()
+                await running
+            return rollout, load, routes
+    finally:
+        await second.stop()
+
+
+@pytest.mark.parametrize("figure", BAD)
+async def test_a_bad_version_is_out_within_a_minute_with_one_percent_touched(
+    redis_client: aioredis.Redis, redis_server: RedisProcess, tmp_path: Path, figure: str
+) -> None:
+    rollout, load, routes = await run_rollout(redis_client, redis_server.url, tmp_path, BAD[figure], bake_s=600)
+
+    touched = load.touched()
+    print(f"{figure}: {len(touched)} of {len(load.answers)} touched in {touched[-1] - touched[0]:.1f} s")
+    assert rollout.state is RolloutState.ROLLED_BACK
+    assert figure in rollout.reason
+    assert touched[-1] - touched[0] < 60
+    assert len(touched) <= 0.015 * len(load.answers)
+    assert (await routes.history())[-1].who == WHO
+    assert all(status == 200 for _, version, status in load.answers if version == "1")
+
+
+async def test_a_good_version_is_promoted_and_both_versions_latency_is_kept(
+    redis_client: aioredis.Redis, redis_server: RedisProcess, tmp_path: Path
+) -> None:
+    good = dataclasses.replace(GOOD)
+
+    rollout, load, routes = await run_rollout(redis_client, redis_server.url, tmp_path, good, bake_s=4)
+
+    assert rollout.state is RolloutState.PROMOTED, rollout.reason
+    assert {status for _, _, status in load.answers} == {200}
+    progress = await ProgressStore(redis_client).read("echo")
+    assert progress is not None
+    assert any(point.baseline.request_count and point.candidate.tpot_median_seconds for point in progress.points)
+    assert [r.who for r in await routes.history()] == ["ann", WHO, WHO, WHO]
