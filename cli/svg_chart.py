@@ -1,8 +1,9 @@
-"""A grouped bar chart as SVG, made by hand: no library, readable in light and dark, titles on every bar. Pure."""
+"""Grouped bars and lines as SVG, made by hand: no library, readable in light and dark, titles on every mark. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from xml.sax.saxutils import escape
 
@@ -21,6 +22,35 @@ class Series:
 
     name: str
     values: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LineSeries:
+    """One name and a value (>= 0) for each label; None leaves a gap."""
+
+    name: str
+    values: tuple[float | None, ...]
+
+
+def line_charts(labels: Sequence[str], panels: Sequence[tuple[str, Sequence[LineSeries]]]) -> str:
+    """Panels of a title and lines, one above the other over the same labels, as one SVG document."""
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels)}" role="img">',
+        f"<style>{STYLE}</style>",
+    ]
+    for place, (title, series) in enumerate(panels):
+        top = nice_ceiling(math.ceil(max((v for each in series for v in each.values if v is not None), default=0)))
+        parts += [
+            f'<g transform="translate(0 {HEIGHT * place})"><title>{escape(title)}</title>',
+            f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+            f'<text class="title" x="{LEFT}" y="28">{escape(title)}</text>',
+            *_legend(series),
+            *_grid(top),
+            *_lines(labels, series, top),
+            *_ticks(labels),
+            "</g>",
+        ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def bar_chart(
@@ -55,7 +85,7 @@ def nice_ceiling(value: int) -> int:
         power *= 10
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
+def _legend(series: Sequence[Series | LineSeries]) -> list[str]:
     parts, x = [], LEFT
     for index, each in enumerate(series):
         parts.append(f'<rect x="{x}" y="42" width="11" height="11" rx="2" fill="{COLOURS[index % len(COLOURS)]}"/>')
@@ -90,6 +120,25 @@ def _bars(labels: Sequence[str], series: Sequence[Series], top: int) -> list[str
     return parts
 
 
+def _lines(labels: Sequence[str], series: Sequence[LineSeries], top: int) -> list[str]:
+    parts = []
+    slot = (WIDTH - LEFT - RIGHT) / max(1, len(labels))
+    for index, each in enumerate(series):
+        colour = COLOURS[index % len(COLOURS)]
+        path, pen = [], "M"
+        for place, value in enumerate(each.values):
+            if value is None:
+                pen = "M"
+                continue
+            x, y = round(LEFT + slot * (place + 0.5), 1), _y(value, top)
+            path.append(f"{pen}{x} {y}")
+            pen = "L"
+            told = f"{escape(each.name)}, {escape(labels[place])}: {value:,.1f}"
+            parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"><title>{told}</title></circle>')
+        parts.append(f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+    return parts
+
+
 def _ticks(labels: Sequence[str]) -> list[str]:
     slot = (WIDTH - LEFT - RIGHT) / max(1, len(labels))
     every = -(-len(labels) // MAX_LABELS)
@@ -100,7 +149,7 @@ def _ticks(labels: Sequence[str]) -> list[str]:
     ]
 
 
-def _y(value: int, top: int) -> float:
+def _y(value: float, top: int) -> float:
     return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top, 1)
 
 

@@ -12,7 +12,12 @@ from pathlib import Path
 
 import grpc
 import structlog
-from millrace.usage.v1 import usage_service_pb2, usage_service_pb2_grpc
+from millrace.usage.v1 import (
+    canary_service_pb2,
+    canary_service_pb2_grpc,
+    usage_service_pb2,
+    usage_service_pb2_grpc,
+)
 
 from services.common.admission_store import AdmissionStore
 from services.common.clock import Clock, SystemClock
@@ -29,7 +34,8 @@ from services.usage.account_service import AccountService
 from services.usage.accounts import Accounts
 from services.usage.admin_http import create_admin_app
 from services.usage.admin_keys import AdminKeys
-from services.usage.canary.controller import CanaryController
+from services.usage.canary.controller import CanaryController, ProgressStore
+from services.usage.canary.service import CanaryService
 from services.usage.config import UsageConfig
 from services.usage.consumer import Consumer
 from services.usage.days import Days
@@ -41,7 +47,8 @@ from services.usage.service import UsageService
 from services.usage.store import Store, open_store
 from services.usage.usage_http import usage_routes
 
-_SERVICES = usage_service_pb2.DESCRIPTOR.services_by_name.values()
+_FILES = (usage_service_pb2.DESCRIPTOR, canary_service_pb2.DESCRIPTOR)
+_SERVICES = [service for file in _FILES for service in file.services_by_name.values()]
 SERVICE_NAMES = tuple(service.full_name for service in _SERVICES)
 CALLERS = {method.name: (OPERATOR,) for service in _SERVICES for method in service.methods}
 
@@ -147,6 +154,8 @@ class UsageApp:
         prices = PriceService(self.rater, self.admins, self.hot_copy.mark_stale)
         usage_service_pb2_grpc.add_PriceServiceServicer_to_server(prices, server)
         usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
+        canaries = CanaryService(ProgressStore(self._redis), self.admins)
+        canary_service_pb2_grpc.add_CanaryServiceServicer_to_server(canaries, server)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)
