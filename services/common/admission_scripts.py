@@ -19,7 +19,7 @@ from services.common.errors import InvalidRequest, StoreUnavailable
 from services.common.redis_pipeline import Arg, RedisPipeline
 
 PRELUDES: Final = {
-    **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish"), ("common", "queue")),
+    **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish", "close"), ("common", "queue")),
     **dict.fromkeys(("reserve", "renew", "renew_budget", "settle", "spent"), ("common", "quota")),
     "members": ("common",),
     "routes": ("common",),

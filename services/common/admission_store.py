@@ -11,7 +11,7 @@ import datetime
 import json
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import redis.asyncio as aioredis
 from millrace.common.v1 import admission_pb2, common_pb2
@@ -28,13 +28,13 @@ from services.common.admission_types import (
     Queued,
     QuotaLimits,
     Refusal,
-    RequestPhase,
     RequestRecord,
     Reserve,
     Spent,
     Terminal,
     Unsettled,
     WorkerRecord,
+    record_of,
 )
 from services.common.clock import Clock, SystemClock
 from services.common.errors import StoreUnavailable
@@ -187,6 +187,20 @@ class AdmissionStore:
         for ids in _batches(claim_ids):
             await self._run("lease", [pool_key(pool, "q")], 0, *ids)
 
+    async def close_claims(self, pool: Pool, claims: Sequence[Claimed]) -> None:
+        """Take claims out of the queue for their gateways to choose a version again. Idempotent."""
+        for batch in _batches(claims):
+            args = [arg for c in batch for arg in (c.entry.request_id, c.claim_id)]
+            await self._run("close", [pool_key(pool, "q")], *args)
+
+    async def forget_closed(self, pool: Pool, request_id: str) -> None:
+        """Drop a closed request that goes on in another pool."""
+        with store_errors():
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.hdel(pool_key(pool, "live"), request_id)
+            pipe.delete(pool_key(pool, f"req:{request_id}"))
+            await pipe.execute()
+
     async def own(self, pool: Pool, ownerships: Sequence[Ownership]) -> None:
         """Record ownership and delete the queue entries. Idempotent; an older epoch changes nothing."""
         for batch in _batches(ownerships):
@@ -200,7 +214,7 @@ class AdmissionStore:
             for request_id in request_ids:
                 pipe.hmget(pool_key(pool, f"req:{request_id}"), _RECORD)
             rows = await pipe.execute() if request_ids else []
-        return [_record(request_id, row) for request_id, row in zip(request_ids, rows, strict=True)]
+        return [record_of(request_id, row) for request_id, row in zip(request_ids, rows, strict=True)]
 
     async def finish(self, pool: Pool, terminals: Sequence[Terminal]) -> list[FinishResult]:
         """Set terminal states by compare-and-set, publish the winners' usage events, mark them unsettled.
@@ -369,22 +383,3 @@ def _terminal_args(t: Terminal) -> tuple[str | int | bytes, ...]:
     billed = t.event.billed.prompt_token_count + t.event.billed.completion_token_count
     event = t.event.SerializeToString()
     return t.request_id, t.tenant, t.epoch, int(t.state), t.computed_tokens, billed, t.event.error_reason, event
-
-
-def _record(request_id: str, row: Sequence[bytes | None]) -> RequestRecord | None:
-    if row[0] is None:
-        return None
-    text = [(value or b"").decode() for value in row[:9]]
-    return RequestRecord(
-        request_id=request_id,
-        phase=RequestPhase(text[0]),
-        epoch=int(text[1] or 0),
-        worker_instance=text[2],
-        gateway_instance=text[3],
-        attempt=int(text[4] or 0),
-        terminal_state=cast("common_pb2.TerminalState.ValueType", int(text[5])) if text[5] else None,
-        error_reason=text[6],
-        tenant=text[7],
-        claim_id=text[8],
-        prebuilt_event=row[9] or b"",
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
@@ -162,6 +163,13 @@ class RequestPhase(enum.Enum):
     CLAIMED = "claimed"
     OWNED = "owned"
     FINISHED = "finished"
+    # Out of the queue with its version; its gateway chooses and tokenises again.
+    CLOSED = "closed"
+
+
+def first_epoch(attempt: int) -> int:
+    """No epoch of this attempt is below, none of an earlier one is above (scripts/enqueue.lua)."""
+    return (attempt - 1) * 65_536 << 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +189,26 @@ class RequestRecord:
     claim_id: str = ""
     # Serialized UsageEvent (expired, nothing billed) that ends a request whose gateway is gone; empty once finished.
     prebuilt_event: bytes = b""
+
+
+def record_of(request_id: str, row: Sequence[bytes | None]) -> RequestRecord | None:
+    """A request's record from its fields in the store, in the order that the store reads them."""
+    if row[0] is None:
+        return None
+    text = [(value or b"").decode() for value in row[:9]]
+    return RequestRecord(
+        request_id=request_id,
+        phase=RequestPhase(text[0]),
+        epoch=int(text[1] or 0),
+        worker_instance=text[2],
+        gateway_instance=text[3],
+        attempt=int(text[4] or 0),
+        terminal_state=cast("common_pb2.TerminalState.ValueType", int(text[5])) if text[5] else None,
+        error_reason=text[6],
+        tenant=text[7],
+        claim_id=text[8],
+        prebuilt_event=row[9] or b"",
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

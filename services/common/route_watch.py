@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -58,11 +59,12 @@ class RouteWatch:
             await asyncio.to_thread(_keep, self._path, to_json(table))
         return True
 
-    async def run(self, clock: Clock) -> None:
+    async def run(self, clock: Clock, on_change: Callable[[], None]) -> None:
         """Refresh each half second until cancelled."""
         while True:
             with contextlib.suppress(StoreUnavailable):
-                await self.refresh()
+                if await self.refresh():
+                    on_change()
             await clock.sleep(PERIOD_S)
 
 

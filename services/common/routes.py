@@ -150,6 +150,12 @@ class RouteTable:
                 yield rule.pool
 
 
+def prompt_digest(tokenizer_digest: bytes, chat_template: str, *, add_bos: bool) -> bytes:
+    """SHA-256 of what makes a prompt's token ids: two versions with the same one read the same ids alike."""
+    parts = (tokenizer_digest, chat_template.encode(), bytes([add_bos]))
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts)).digest()
+
+
 def _point(alias: str, key: str) -> float:
     """A number in [0, 1) that depends on nothing but name and key."""
     digest = hashlib.blake2b(f"{alias}\0{key}".encode(), digest_size=6).digest()

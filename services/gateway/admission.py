@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
-import hmac
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -18,38 +16,23 @@ from millrace.common.v1 import admission_pb2, common_pb2
 from opentelemetry import trace
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import KeyRecord, Pool, PoolCaps, Refusal
-from services.common.block_hash import chain_hashes, pack_tokens, root_hash, truncated
+from services.common.admission_types import KeyRecord, PoolCaps, Refusal
 from services.common.clock import Clock
 from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker, StoreUnavailable
-from services.common.lifecycle import new_ulid
 from services.common.metrics import Metrics
 from services.common.telemetry import traceparent_of, tracer
+from services.gateway.entries import AdmissionSettings, EntryMaker
 from services.gateway.generation import ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
-from services.gateway.metering import ClientLabels, length_class
+from services.gateway.metering import ClientLabels
 from services.gateway.request_metrics import RequestMeter, label_of
 from services.gateway.requests import RequestCore, RequestLimits
 from services.gateway.reservations import first_lease, has_budget, refused, reservation
-from services.gateway.targets import LatencyTargets
 from services.gateway.tasks import Tasks
 
 RETRY_AFTER_S = 1.0
 STORE_PATIENCE_S = 3.0
-# Above this many prompt tokens the block hashes are computed in a thread.
-_THREAD_TOKENS = 8_192
 _ULID_CHARS = 26
-_MAX_SALTS = 4_096
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdmissionSettings:
-    """This gateway's own part of every entry. `cache_secret` never leaves the process."""
-
-    gateway_instance: str
-    cache_secret: bytes
-    caps: PoolCaps
-    targets: LatencyTargets
 
 
 class Workers(Protocol):
@@ -85,11 +68,11 @@ class AdmissionGenerator:
         self._workers = workers
         self._remote = remote
         self._settings = settings
+        self._entries = EntryMaker(settings)
         self._metrics = metrics
         self._gate = gate
         self._clock: Clock = table.clock
         self._tasks = Tasks()
-        self._salts: dict[str, bytes] = {}
 
     async def start(self, key: KeyRecord, request: ValidRequest) -> LiveRequest:
         """Reserve and enqueue. Raises a MillraceError of limits, queue or store; nothing is then left behind."""
@@ -146,10 +129,7 @@ class AdmissionGenerator:
     async def _prepare(
         self, key: KeyRecord, request: ValidRequest, span: trace.Span, received_at: float
     ) -> LiveRequest:
-        if len(request.prompt_token_ids) > _THREAD_TOKENS:
-            entry = await asyncio.to_thread(self._entry, key, request)
-        else:
-            entry = self._entry(key, request)
+        entry = await self._entries.make(key, request)
         entry.traceparent = traceparent_of(span)
         span.set_attribute("millrace.request_id", entry.request_id)
         facts = RequestFacts(
@@ -223,40 +203,6 @@ class AdmissionGenerator:
             worker_tokens=None if blocks is None else blocks * facts.request.model.card.block_size,
         )
 
-    def _salt_of(self, tenant: str) -> bytes:
-        salt = self._salts.get(tenant)
-        if salt is None:
-            salt = hmac.digest(self._settings.cache_secret, b"cache-salt\0" + tenant.encode(), hashlib.sha256)
-            if len(self._salts) >= _MAX_SALTS:
-                self._salts.clear()
-            self._salts[tenant] = salt
-        return salt
-
-    def _entry(self, key: KeyRecord, request: ValidRequest) -> admission_pb2.AdmissionEntry:
-        card, pool, prompt = request.model.card, request.model.pool, request.prompt_token_ids
-        salt = self._salt_of(key.tenant)
-        return admission_pb2.AdmissionEntry(
-            request_id=request.request_id or new_ulid(self._clock.wall()),
-            tenant=key.tenant,
-            key_id=key.key_id,
-            project=key.project,
-            model=card.model,
-            pool=_pool_ref(pool),
-            priority_class=common_pb2.PRIORITY_CLASS_BATCH if key.batch_only else request.priority_class,
-            length_class=length_class(len(prompt), request.sampling.max_token_count),
-            tokenizer_digest=card.tokenizer_digest,
-            token_ids=prompt,
-            sampling=request.sampling,
-            gateway_instance=self._settings.gateway_instance,
-            cache_salt=salt,
-            block_hashes=_block_hashes(request, salt),
-            resume_policy=request.resume_policy,
-            weight=key.weight,
-            attempt=1,
-            tenant_slot_cap=key.worker_slots,
-            tenant_block_cap=key.worker_blocks,
-        )
-
 
 @contextlib.asynccontextmanager
 async def _patience() -> AsyncIterator[None]:
@@ -266,18 +212,6 @@ async def _patience() -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         raise StoreUnavailable("The admission store does not answer.", retry_after_s=RETRY_AFTER_S) from error
-
-
-def _block_hashes(request: ValidRequest, salt: bytes) -> list[int]:
-    card = request.model.card
-    version = f"{card.model.model}@{card.model.version}:{card.model.manifest_digest.hex()}"
-    root = root_hash(model_version=version, adapter_digest=b"", tenant_salt=salt)
-    hashes = chain_hashes(root, pack_tokens(request.prompt_token_ids), block_size=card.block_size)
-    return [truncated(full) for full in hashes]
-
-
-def _pool_ref(pool: Pool) -> common_pb2.PoolRef:
-    return common_pb2.PoolRef(model=pool.model, pool=pool.pool, shard=pool.shard)
 
 
 def _labels(entry: admission_pb2.AdmissionEntry, metrics: Metrics) -> tuple[str, str, str, str, str]:

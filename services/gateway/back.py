@@ -28,9 +28,10 @@ from services.common.redis_client import connect
 from services.common.route_store import RouteStore
 from services.common.route_watch import RouteWatch
 from services.common.tls import WORKER, load_tls
-from services.gateway.admission import AdmissionGenerator, AdmissionSettings
+from services.gateway.admission import AdmissionGenerator
 from services.gateway.auth import CachedKeyRing
 from services.gateway.config import GatewayConfig
+from services.gateway.entries import AdmissionSettings
 from services.gateway.live_requests import LiveTable
 from services.gateway.mirror import MirroringGenerator
 from services.gateway.model_directory import WorkerDirectory
@@ -158,12 +159,14 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
     pool = WorkerPool(instance, table, clock, dial)
     outbox = Outbox(Path(config.data_dir), instance, max_bytes=config.outbox_max_bytes, clock=clock)
     publisher = UsagePublisher(store, outbox, LedgerCommits(redis), clock)
-    effects = StoreEffects(store, table, pool, publisher, caps)
-    table.effects = effects
     routes = RouteWatch(RouteStore(redis), Path(config.data_dir) / "routes.json")
+    directory = WorkerDirectory(dial=dial, routes=lambda: routes.table)
     if not config.cache_secret:
         structlog.get_logger().warning("cache_secret_random", hint="set MILLRACE_CACHE_SECRET on every gateway")
     secret = config.cache_secret.encode() if config.cache_secret else secrets.token_bytes(32)
+    settings = AdmissionSettings(instance, secret, caps, config.latency_targets)
+    effects = StoreEffects(store, table, pool, directory, publisher, settings)
+    table.effects = effects
     return BackParts(
         instance=instance,
         clock=clock,
@@ -172,14 +175,14 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
         store=store,
         table=table,
         pool=pool,
-        directory=WorkerDirectory(dial=dial, routes=lambda: routes.table),
+        directory=directory,
         routes=routes,
         keyring=CachedKeyRing(store, clock),
         outbox=outbox,
         publisher=publisher,
         effects=effects,
         bus=CancelBus(redis, instance, clock),
-        admission=AdmissionSettings(instance, secret, caps, config.latency_targets),
+        admission=settings,
     )
 
 

@@ -19,11 +19,12 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool
 from services.common.clock import Clock
 from services.common.errors import Draining, GatewayLost, Internal, MillraceError
-from services.gateway.generation import TokenEvent, ValidRequest
+from services.gateway.generation import ServedModel, TokenEvent, ValidRequest
 from services.gateway.metering import ClientLabels, Counts, Ending, Marks, usage_event
 from services.gateway.outbox import OutboxRecord
+from services.gateway.request_actions import Action, Own, Readmit, Reattach, Rechoose, SendCancel
 from services.gateway.request_metrics import RequestMeter
-from services.gateway.requests import Action, Own, Readmit, Reattach, RequestCore, SendCancel
+from services.gateway.requests import RequestCore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +59,12 @@ class Effects(Protocol):
     def own(self, request: LiveRequest, action: Own) -> None: ...
 
     def readmit(self, request: LiveRequest, action: Readmit) -> None: ...
+
+    def rechoose(self, request: LiveRequest, action: Rechoose) -> None: ...
+
+    def served_by(self, instance: str) -> ServedModel | None:
+        """The version that a worker serves, or None where that is not known yet."""
+        ...
 
     def renew_budget(self, request: LiveRequest, tokens: int) -> None: ...
 
@@ -164,6 +171,7 @@ class LiveRequest:
         bound = self.core.binding
         if bound is not None and bound.epoch != self._epoch:
             self._epoch, self._worker = bound.epoch, instance
+            self._run_as(self._table.effects.served_by(instance))
             if self.marks.submit is None:
                 self.marks.submit = self._table.clock.wall()
                 if event.accepted.HasField("claim_time"):
@@ -174,6 +182,23 @@ class LiveRequest:
             self.meter.started(self._table.clock.monotonic())
         if self.marks.first_token is None and event.WhichOneof("event") == "delta" and self.core.received_count:
             self.marks.first_token = self._table.clock.wall()
+
+    def chosen_again(self, entry: admission_pb2.AdmissionEntry, request: ValidRequest) -> None:
+        """Another version will run it, with tokens of its own."""
+        self.facts = dataclasses.replace(self.facts, entry=entry, request=request, pool=request.model.pool)
+        self.core.run_as(request.sampling.max_token_count)
+        self.meter.version(entry.model)
+
+    def _run_as(self, served: ServedModel | None) -> None:
+        """A router may have sent the same tokens to another version: what is told and billed is what runs."""
+        facts = self.facts
+        if served is None or served.card.model == facts.entry.model or self.core.received_count:
+            return
+        facts.entry.model.CopyFrom(served.card.model)
+        del facts.entry.block_hashes[:]
+        model = dataclasses.replace(served, pool=facts.pool)
+        self.facts = dataclasses.replace(facts, request=dataclasses.replace(facts.request, model=model))
+        self.meter.version(served.card.model)
 
     async def _expire(self) -> None:
         await self._table.clock.sleep(max(0.0, self.core.limits.deadline - self._table.clock.monotonic()))
@@ -204,6 +229,8 @@ class LiveRequest:
         span = self.facts.span
         span.set_attribute("gen_ai.usage.output_tokens", event.delivered.completion_token_count)
         span.set_attribute("millrace.attempt", event.attempt)
+        span.set_attribute("millrace.model_version", event.model.version)
+        span.set_attribute("millrace.manifest_digest", event.model.manifest_digest.hex())
         span.set_attribute("millrace.terminal_state", common_pb2.TerminalState.Name(event.terminal_state))
         if event.error_reason:
             span.set_attribute("error.type", event.error_reason)
@@ -270,6 +297,8 @@ class LiveTable:
                     self.effects.own(request, action)
                 case Readmit():
                     self.effects.readmit(request, action)
+                case Rechoose():
+                    self.effects.rechoose(request, action)
                 case Reattach(instance):
                     self.effects.reattach(instance)
         request.wake.set()

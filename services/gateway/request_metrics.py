@@ -37,6 +37,10 @@ class RequestMeter:
         self._last_at: float | None = None
         self._delivered = 0
 
+    def version(self, model: common_pb2.ModelRef) -> None:
+        """Another version runs the request."""
+        self._labels = (model.model, model.version, *self._labels[2:])
+
     def accepted(self, now: float) -> None:
         """A worker took the request."""
         self._times.queue.observe(now - self._received_at)

@@ -14,13 +14,14 @@ import dataclasses
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
-from services.common.admission_types import RequestPhase, RequestRecord
+from services.common.admission_types import RequestPhase, RequestRecord, first_epoch
 from services.common.errors import (
     DeadlineExceeded,
     Draining,
     EngineError,
     MillraceError,
     Poisoned,
+    PoolClosed,
     SlowReader,
     WorkerLost,
     error_of,
@@ -28,60 +29,13 @@ from services.common.errors import (
 from services.gateway.choice_tokens import ChoiceTokens
 from services.gateway.end_errors import error_of_finish, error_of_record
 from services.gateway.generation import TokenEvent
+from services.gateway.request_actions import Action, Binding, Own, Readmit, Reattach, Rechoose, SendCancel
 
 UNACKED_TOKENS = 16
 MAX_ATTEMPTS = 3
 BUDGET_LEASE_TOKENS = 64
 _BUDGET_LOW_TOKENS = 32
 _BYTES_PER_TOKEN = 16
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Binding:
-    """The one attempt whose frames count."""
-
-    epoch: int
-    instance: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SendCancel:
-    """Tell a worker to stop an attempt, or one choice of it."""
-
-    instance: str
-    epoch: int
-    choice: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Own:
-    """Record in the store who runs the request."""
-
-    binding: Binding
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reattach:
-    """A gap: open the stream to this worker again from what is held."""
-
-    instance: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Readmit:
-    """Queue the request again, ahead of others. Exactly the choices of `prefix` run; empty means all, from the start.
-
-    `again` true: the store lost the same attempt, nothing ran. `lost` are the workers that died with the request in
-    hand: the store says whether it is what they died of.
-    """
-
-    attempt: int
-    prefix: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    again: bool = False
-    lost: tuple[str, ...] = ()
-
-
-Action = SendCancel | Own | Reattach | Readmit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,9 +183,11 @@ class RequestCore:
         if self.ended or self.error is not None:
             return []
         if record is None:
-            return [] if self.binding is not None else [self._readmit(again=True)]
+            return [] if self.binding is not None else [self.readmission(again=True)]
         if record.phase is RequestPhase.FINISHED:
             return self.fail(error_of_record(record))
+        if record.phase is RequestPhase.CLOSED and self.binding is None and record.attempt >= self.attempt:
+            return self._choose_again(now)
         gone = record.phase is RequestPhase.OWNED and self.binding is None and record.attempt >= self.attempt
         if gone and (not worker_alive or now - self.queued_at > 5):
             self._floor = max(self._floor, record.epoch + 1)
@@ -239,6 +195,10 @@ class RequestCore:
                 self._lose(record.worker_instance)
             return self._run_elsewhere(WorkerLost("The worker that took the request was lost."), now)
         return []
+
+    def run_as(self, max_token_count: int) -> None:
+        """The version that was chosen again gives room for so many tokens a choice."""
+        self.limits = dataclasses.replace(self.limits, max_token_count=max_token_count)
 
     def on_superseded(self) -> list[Action]:
         """The store refused a re-admission: the request has ended there."""
@@ -362,9 +322,20 @@ class RequestCore:
         handed = any(choice.handed or choice.closed for choice in self.choices)
         for choice in self.choices:
             choice.rebase(keep=handed)
-        return [*cancel, self._readmit()]
+        return [*cancel, self.readmission()]
 
-    def _readmit(self, *, again: bool = False) -> Readmit:
+    def _choose_again(self, now: float) -> list[Action]:
+        """Its version is withdrawn. Tokens of it are not continued by another."""
+        if self.received_count or any(choice.base for choice in self.choices):
+            return self.fail(PoolClosed("The version that began this answer was withdrawn."))
+        self.attempt += 1
+        self.queued_at = self.heard_at = now
+        # A worker that took an earlier attempt unseen has tokens of another tokenizer.
+        self._floor = max(self._floor, first_epoch(self.attempt))
+        return [Rechoose(self.attempt)]
+
+    def readmission(self, *, again: bool = False) -> Readmit:
+        """What queues this attempt, from what was received on."""
         return Readmit(self.attempt, self._prefix(), again, self._lost)
 
     def _prefix(self) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -5,18 +5,24 @@ While Redis is away it tries again until the request has ended; running streams 
 
 from __future__ import annotations
 
+import contextlib
+
 import structlog
 from millrace.common.v1 import admission_pb2
 from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import Ownership, Pool, PoolCaps, Refusal
+from services.common.admission_types import Ownership, Pool, Refusal
 from services.common.clock import Clock
-from services.common.errors import Poisoned, StoreUnavailable
+from services.common.errors import MillraceError, NotReady, NoWorker, Poisoned, PoolClosed, StoreUnavailable
+from services.common.routes import Target
+from services.gateway.entries import AdmissionSettings, EntryMaker
+from services.gateway.generation import ServedModel, ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable
+from services.gateway.model_directory import WorkerDirectory
 from services.gateway.outbox import OutboxRecord
 from services.gateway.publisher import UsagePublisher
-from services.gateway.requests import Own, Readmit
+from services.gateway.request_actions import Own, Readmit, Rechoose
 from services.gateway.reservations import reservation
 from services.gateway.tasks import Tasks
 from services.gateway.worker_pool import WorkerPool
@@ -28,13 +34,21 @@ class StoreEffects:
     """Runs each effect as a task of its own; ownership is written in batches."""
 
     def __init__(
-        self, store: AdmissionStore, table: LiveTable, pool: WorkerPool, publisher: UsagePublisher, caps: PoolCaps
+        self,
+        store: AdmissionStore,
+        table: LiveTable,
+        pool: WorkerPool,
+        directory: WorkerDirectory,
+        publisher: UsagePublisher,
+        settings: AdmissionSettings,
     ) -> None:
         self._store = store
         self._table = table
         self._pool = pool
+        self._directory = directory
+        self._entries = EntryMaker(settings)
         self._publisher = publisher
-        self._caps = caps
+        self._caps = settings.caps
         self._clock: Clock = table.clock
         self._tasks = Tasks()
         self._owning: dict[Pool, dict[str, Ownership]] = {}
@@ -62,6 +76,15 @@ class StoreEffects:
     def readmit(self, request: LiveRequest, action: Readmit) -> None:
         """Queue the request again."""
         self._tasks.spawn(self._readmit(request, action), name="readmit")
+
+    def rechoose(self, request: LiveRequest, action: Rechoose) -> None:
+        """Choose the version, tokenise and queue again."""
+        self._tasks.spawn(self._rechoose(request, action), name="rechoose")
+
+    def served_by(self, instance: str) -> ServedModel | None:
+        """The version that an attached worker serves."""
+        record = self._pool.record(instance)
+        return None if record is None else self._directory.known(Target(record.model, record.version))
 
     def renew_budget(self, request: LiveRequest, tokens: int) -> None:
         """Lease more of the budget."""
@@ -111,6 +134,27 @@ class StoreEffects:
                 self._table.perform(request, request.core.on_poisoned() if poisoned else request.core.on_superseded())
             return
 
+    async def _rechoose(self, request: LiveRequest, action: Rechoose) -> None:
+        """The reservation stays: it is the request's, whatever its tokens. What no version may take, fails."""
+        old = request.facts
+        while not self._over(request, action.attempt):
+            try:
+                chosen = await _validated_again(old.request)
+            except (NoWorker, NotReady):
+                await self._clock.sleep(RETRY_S)
+                continue
+            except MillraceError as error:
+                self._table.fail(request, error)
+                return
+            entry = await self._entries.make(old.key, chosen)
+            entry.traceparent = old.entry.traceparent
+            request.chosen_again(entry, chosen)
+            await self._readmit(request, request.core.readmission())
+            if chosen.model.pool != old.pool:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.forget_closed(old.pool, request.request_id)
+            return
+
     def _over(self, request: LiveRequest, attempt: int) -> bool:
         core = request.core
         return core.ended or core.error is not None or core.attempt != attempt
@@ -127,3 +171,12 @@ class StoreEffects:
         request.core.on_budget(granted)
         request.wake.set()
         self._table.ask_budget(request)
+
+
+async def _validated_again(request: ValidRequest) -> ValidRequest:
+    """By the routes of now, with the seed that the client may have been told."""
+    if request.again is None:
+        raise PoolClosed("The version of this request was withdrawn.")
+    chosen = await request.again()
+    chosen.sampling.seed = request.sampling.seed
+    return chosen

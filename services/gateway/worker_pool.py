@@ -66,6 +66,11 @@ class WorkerPool:
             a.attached and a.record.model == model and a.record.version == version for a in self._attachments.values()
         )
 
+    def record(self, instance: str) -> WorkerRecord | None:
+        """What the registry said of a worker that there is a stream to."""
+        attachment = self._attachments.get(instance)
+        return None if attachment is None else attachment.record
+
     def expects(self, instance: str) -> bool:
         """The worker is attached, or its stream broke less than 3 s ago."""
         attachment = self._attachments.get(instance)

@@ -23,6 +23,7 @@ from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
 from services.router.filters import ejected, is_routable, only_prefills
 from services.router.policy import RoutingPolicy
+from services.router.redirect import Redirect
 from services.router.registry import EndpointRegistry
 
 MAX_HELD = BATCH
@@ -42,6 +43,7 @@ class ClaimLoop:
         registry: EndpointRegistry,
         dispatcher: Dispatcher,
         policy: RoutingPolicy,
+        redirects: Redirect,
         clock: Clock,
         *,
         router_instance: str,
@@ -51,6 +53,7 @@ class ClaimLoop:
         self._dispatcher = dispatcher
         self._policy = policy
         self._disaggregation = Disaggregation(registry.prefixes)
+        self._redirects = redirects
         self._clock = clock
         self._router_instance = router_instance
         self._waiting: list[HeldClaim] = []
@@ -85,6 +88,7 @@ class ClaimLoop:
     async def step(self) -> bool:
         """Place what is held, then claim for the room that is left. True when another step may find more at once."""
         await self._give_back_late()
+        await self._redirect()
         self._place()
         more = False
         for pool in self._registry.pools() if not self.draining else ():
@@ -100,6 +104,7 @@ class ClaimLoop:
                 return False
             self._note_store(away=False)
             self._hold(pool, claims)
+            await self._redirect()
             self._place()
             more = more or len(claims) == count
         return more and not self.draining
@@ -237,6 +242,19 @@ class ClaimLoop:
             self._drop(held)
             with contextlib.suppress(StoreUnavailable):
                 await self._store.return_claims(held.pool, [held.claim.claim_id])
+
+    async def _redirect(self) -> None:
+        """Claims of versions that are no more get another one, or leave the queue for their gateways to choose."""
+        now = self._clock.monotonic()
+        closed: dict[Pool, list[HeldClaim]] = {}
+        for held in self._waiting:
+            if self._redirects.closes(held, self._registry.endpoints(held.pool), now):
+                closed.setdefault(held.pool, []).append(held)
+        for pool, claims in closed.items():
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.close_claims(pool, [held.claim for held in claims])
+                for held in claims:
+                    self._drop(held)
 
     def _unfit_everywhere(self, held: HeldClaim) -> bool:
         """Every worker of the pool that decodes refused for good."""

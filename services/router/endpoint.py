@@ -78,6 +78,7 @@ class View:
     kv_token_byte_count: int
     transfer_rate: int | None
     prefill_rate: int | None
+    prompt_digest: bytes
     suspect_count: int = 0
 
     @classmethod
@@ -94,6 +95,7 @@ class View:
             adapters=frozenset(message.adapters),
             draining=message.draining,
             ready=message.ready,
+            prompt_digest=message.prompt_digest,
             suspect_count=message.suspect_count,
             running_count=message.running_count,
             waiting_count=message.waiting_count,

@@ -22,12 +22,15 @@ from services.common.grpc_server import GrpcServer, start_server
 from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.route_store import RouteStore
+from services.common.route_watch import RouteWatch
 from services.common.tls import OPERATOR, WORKER, access, load_tls
 from services.router.claim import ClaimLoop
 from services.router.config import RouterConfig
 from services.router.dispatcher import Dispatcher
 from services.router.policy import RoutingPolicy
 from services.router.reaper import Reaper
+from services.router.redirect import Redirect
 from services.router.registry import EndpointRegistry
 from services.router.service import RouterService
 
@@ -44,10 +47,11 @@ class RouterApp:
         *,
         instance: str,
         store: AdmissionStore,
-        redis: aioredis.Redis | None,
+        routes: RouteWatch,
+        redis: aioredis.Redis,
         clock: Clock,
     ) -> None:
-        """`redis` is set when this router opened it, and so closes it."""
+        """`redis` is closed by `stop`."""
         self.instance = instance
         self._tls = load_tls(config.tls_dir)
         self.metrics = Metrics()
@@ -55,7 +59,10 @@ class RouterApp:
         dispatcher = Dispatcher(store, self.registry, self.metrics, clock, router_instance=instance)
         rng = random.Random(instance)  # noqa: S311 - breaks ties, guards nothing
         policy = RoutingPolicy(rng, self.registry.prefixes)
-        self.claims = ClaimLoop(store, self.registry, dispatcher, policy, clock, router_instance=instance)
+        self.routes = routes
+        redirects = Redirect(lambda: self.routes.table)
+        self.claims = ClaimLoop(store, self.registry, dispatcher, policy, redirects, clock, router_instance=instance)
+        self._clock = clock
         self.reaper = Reaper(store, self.registry, clock)
         self._service = RouterService(
             router_instance=instance,
@@ -104,6 +111,7 @@ class RouterApp:
             raise
         for name, work in (
             ("discover", self.registry.run()),
+            ("routes", self.routes.run(self._clock, self._changed)),
             ("claim", self.claims.run()),
             ("bell", self.claims.listen()),
             ("keep", self.claims.keep()),
@@ -134,9 +142,8 @@ class RouterApp:
             await self._server.stop(0.5)
         if self._metrics_server is not None:
             await self._metrics_server.close()
-        if self._redis is not None:
-            with contextlib.suppress(OSError):
-                await self._redis.aclose()
+        with contextlib.suppress(OSError):
+            await self._redis.aclose()
 
     def _changed(self) -> None:
         self.claims.wake()
@@ -162,14 +169,12 @@ def build(
     instance: str | None = None,
 ) -> RouterApp:
     """A router that is ready to start."""
-    redis = None
-    if store is None:
-        redis = connect(config.redis_url, load_tls(config.tls_dir))
-        store = AdmissionStore(redis)
+    redis = connect(config.redis_url, load_tls(config.tls_dir))
     return RouterApp(
         config,
         instance=instance if instance is not None else new_instance_id("router"),
-        store=store,
+        store=store if store is not None else AdmissionStore(redis),
+        routes=RouteWatch(RouteStore(redis)),
         redis=redis,
         clock=clock if clock is not None else SystemClock(),
     )

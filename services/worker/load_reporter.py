@@ -50,6 +50,7 @@ class WorkerIdentity:
     block_count: int
     role: WorkerRole = WorkerRole.AGGREGATED
     kv_token_bytes: int = 0
+    prompt_digest: bytes = b""
 
 
 class LoadBoard:
@@ -139,6 +140,7 @@ class LoadBoard:
             ready=self.ready,
             in_flight_count=len(self._table.unfinished()) + self.prefill_count,
             kv_token_byte_count=identity.kv_token_bytes,
+            prompt_digest=identity.prompt_digest,
             suspect_count=self._table.suspect_count,
             prefill_rate_token_count=self._prefill_rate.per_second,
         )

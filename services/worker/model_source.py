@@ -59,6 +59,11 @@ def manifest_digest(*parts: bytes) -> bytes:
     return digest.digest()
 
 
+def echo_salt(version: str) -> str:
+    """What tells the tokens of an echo version apart; version 1 is the plain hash that clients know."""
+    return "" if version == "1" else version
+
+
 def _echo(config: WorkerConfig) -> LoadedModel:
     knobs = config.engine
     if knobs.speculation.kind in ("draft", "self"):
@@ -90,9 +95,12 @@ def _echo(config: WorkerConfig) -> LoadedModel:
         runner="fake",
         max_num_seqs=knobs.max_num_seqs,
     )
-    _name(card, config, own_name=ECHO, model_digest=hashlib.sha256(b"millrace echo 1").digest(), dtype="none")
+    digest = hashlib.sha256(f"millrace echo {config.model_version}".encode()).digest()
+    _name(card, config, own_name=ECHO, model_digest=digest, dtype="none")
     text = f"echo model: no weights, {blocks} KV blocks of {knobs.block_size} tokens, at most {length} a sequence"
-    return LoadedModel(FakeModelRunner(spec, script=script), ServedModel(card, b""), text)
+    return LoadedModel(
+        FakeModelRunner(spec, script=script, salt=echo_salt(config.model_version)), ServedModel(card, b""), text
+    )
 
 
 def _torch(config: WorkerConfig) -> LoadedModel:

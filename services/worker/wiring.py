@@ -25,6 +25,7 @@ from services.common.grpc_server import GrpcServer, start_server
 from services.common.lifecycle import StartupError, end_tasks, new_instance_id
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.routes import prompt_digest
 from services.common.tls import GATEWAY, OPERATOR, ROUTER, WORKER, access, load_tls
 from services.worker.attach import GatewayHub
 from services.worker.attempt_records import AttemptRecorder
@@ -315,6 +316,7 @@ def _identity(config: WorkerConfig, loaded: LoadedModel, instance: str) -> Worke
         block_count=card.block_count,
         role=config.engine.role,
         kv_token_bytes=math.ceil(loaded.runner.kv_layout.block_bytes / card.block_size),
+        prompt_digest=prompt_digest(card.tokenizer_digest, card.chat_template, add_bos=card.add_bos),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -31,6 +31,8 @@ class FourServices:
     gateway: gateway_wiring.GatewayApp
     worker: worker_wiring.WorkerApp
     usage: usage_wiring.UsageApp
+    router: router_wiring.RouterApp
+    others: Sequence[worker_wiring.WorkerApp] = ()
 
 
 @contextlib.asynccontextmanager
@@ -47,8 +49,9 @@ async def running_services(
     *,
     worker_config: WorkerConfig | None = None,
     model: LoadedModel | None = None,
+    others: Sequence[tuple[WorkerConfig, LoadedModel | None]] = (),
 ) -> AsyncIterator[FourServices]:
-    """As `four_services`, with the apps; `model` is served instead of the worker's own."""
+    """As `four_services`, with the apps; `model` is served instead of the worker's own, `others` are more workers."""
     worker_config = worker_config if worker_config is not None else WorkerConfig(redis_url=redis_url, model="echo")
     usage = usage_wiring.build(
         UsageConfig(
@@ -59,6 +62,7 @@ async def running_services(
         )
     )
     worker = await asyncio.to_thread(worker_wiring.build, worker_config, model=model)
+    more = [await asyncio.to_thread(worker_wiring.build, config, model=loaded) for config, loaded in others]
     router = router_wiring.build(RouterConfig(redis_url=redis_url))
     gateway = gateway_wiring.build(
         GatewayConfig(
@@ -70,7 +74,7 @@ async def running_services(
         )
     )
     async with contextlib.AsyncExitStack() as stack:
-        for app in (usage, worker, router, gateway):
+        for app in (usage, worker, *more, router, gateway):
             await app.start()
             stack.push_async_callback(app.stop)
         url = f"http://127.0.0.1:{gateway.http_port}"
@@ -79,7 +83,7 @@ async def running_services(
         async with asyncio.timeout(30):
             while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:
                 await asyncio.sleep(0.05)
-        yield FourServices(client, gateway, worker, usage)
+        yield FourServices(client, gateway, worker, usage, router, more)
 
 
 async def ledger_row(client_id: str, database: Path) -> None:

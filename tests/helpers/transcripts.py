@@ -10,6 +10,7 @@ import re
 import httpx
 
 from services.worker.engine.fake_model_runner import echo_token
+from services.worker.model_source import echo_salt
 
 ECHO_TOKEN = re.compile(r"t(\d+) ")
 
@@ -20,6 +21,7 @@ class Transcript:
 
     status: int = 0
     request_id: str = ""
+    version: str = "1"
     text: str = ""
     finish_reason: str | None = None
     done: bool = False
@@ -43,8 +45,10 @@ class Transcript:
         return "unclassified"
 
     def is_echo_prefix(self, vocab_size: int) -> bool:
-        """Whether the received tokens are the first ones of this request's echo sequence, without a gap."""
-        wanted = [echo_token(self.request_id, 0, i, vocab_size=vocab_size) for i in range(len(self.token_ids))]
+        """Whether the received tokens are the first ones of this request's echo sequence, without a gap, by the version
+        that the answer names."""
+        salt, count = echo_salt(self.version), len(self.token_ids)
+        wanted = [echo_token(self.request_id, 0, i, vocab_size=vocab_size, salt=salt) for i in range(count)]
         return self.token_ids == wanted and "".join(f"t{t} " for t in self.token_ids) == self.text
 
 
@@ -62,6 +66,7 @@ async def stream_completion(
         async with client.stream("POST", "/v1/completions", json=request) as response:
             seen.status = response.status_code
             seen.request_id = response.headers.get("x-request-id", "")
+            seen.version = response.headers.get("x-millrace-model-version", "1")
             if response.status_code != httpx.codes.OK:
                 seen.error = json.loads(await response.aread()).get("error")
                 return seen

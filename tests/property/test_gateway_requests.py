@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
-from services.gateway.requests import Action, Readmit, Reattach, RequestCore, RequestLimits, SendCancel
+from services.gateway.request_actions import Action, Readmit, Reattach, SendCancel
+from services.gateway.requests import RequestCore, RequestLimits
 
 MAX_TOKENS = 24
 WORKERS = ("worker-a", "worker-b")

@@ -28,10 +28,12 @@ from services.common.clock import SystemClock
 from services.common.errors import Draining, MillraceError, NoWorker, QueueFull, RateLimited, StoreUnavailable
 from services.common.metrics import Metrics
 from services.gateway import admission
-from services.gateway.admission import AdmissionGenerator, AdmissionSettings
+from services.gateway.admission import AdmissionGenerator
 from services.gateway.echo_tokenizer import EchoTokenizer
+from services.gateway.entries import AdmissionSettings
 from services.gateway.generation import ServedModel, ValidRequest
 from services.gateway.live_requests import LiveTable
+from services.gateway.model_directory import WorkerDirectory
 from services.gateway.outbox import Outbox
 from services.gateway.publisher import UsagePublisher
 from services.gateway.store_effects import StoreEffects
@@ -119,7 +121,9 @@ class Rig:
         store: object = self.store
         self.publisher = UsagePublisher(store, self.outbox, self.others, clock)  # type: ignore[arg-type]
         self.pool = WorkerPool("gateway-1", self.table, clock)
-        self.effects = StoreEffects(store, self.table, self.pool, self.publisher, PoolCaps())  # type: ignore[arg-type]
+        settings = AdmissionSettings("gateway-1", b"platform secret", PoolCaps(), LatencyTargets())
+        parts = (store, self.table, self.pool, WorkerDirectory(), self.publisher, settings)
+        self.effects = StoreEffects(*parts)  # type: ignore[arg-type]
         self.table.effects = self.effects
         self.closed: MillraceError | None = None
         self.generator = AdmissionGenerator(
@@ -127,7 +131,7 @@ class Rig:
             self.table,
             self.others,
             self.others,
-            AdmissionSettings("gateway-1", b"platform secret", PoolCaps(), LatencyTargets()),
+            settings,
             self.metrics,
             gate=lambda: self.closed,
         )

@@ -13,12 +13,13 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
 from services.common.errors import DeadlineExceeded, Draining, GatewayLost, Internal
 from services.common.metrics import Metrics
-from services.gateway.generation import ValidRequest
+from services.gateway.generation import ServedModel, ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels
 from services.gateway.outbox import OutboxRecord
+from services.gateway.request_actions import Own, Readmit, Rechoose
 from services.gateway.request_metrics import RequestMeter
-from services.gateway.requests import Own, Readmit, RequestCore, RequestLimits
+from services.gateway.requests import RequestCore, RequestLimits
 from services.gateway.targets import parse_targets
 from tests.helpers.echo_generation import served
 from tests.helpers.fake_clock import FakeClock
@@ -44,6 +45,8 @@ class RecordingEffects:
         self.owned: list[Own] = []
         self.readmitted: list[Readmit] = []
         self.reattached: list[str] = []
+        self.rechosen: list[Rechoose] = []
+        self.serving: dict[str, ServedModel] = {}
         self.budget_asks: list[int] = []
         self.published: list[OutboxRecord] = []
 
@@ -58,6 +61,12 @@ class RecordingEffects:
 
     def own(self, request: LiveRequest, action: Own) -> None:
         self.owned.append(action)
+
+    def rechoose(self, request: LiveRequest, action: Rechoose) -> None:
+        self.rechosen.append(action)
+
+    def served_by(self, instance: str) -> ServedModel | None:
+        return self.serving.get(instance)
 
     def readmit(self, request: LiveRequest, action: Readmit) -> None:
         self.readmitted.append(action)

@@ -7,8 +7,17 @@ from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
 from services.common.admission_types import RequestPhase, RequestRecord
-from services.common.errors import DeadlineExceeded, EngineError, Poisoned, SlowReader, Superseded, WorkerLost
-from services.gateway.requests import Binding, Own, Readmit, Reattach, RequestCore, RequestLimits, SendCancel
+from services.common.errors import (
+    DeadlineExceeded,
+    EngineError,
+    Poisoned,
+    PoolClosed,
+    SlowReader,
+    Superseded,
+    WorkerLost,
+)
+from services.gateway.request_actions import Binding, Own, Readmit, Reattach, Rechoose, SendCancel
+from services.gateway.requests import RequestCore, RequestLimits
 
 A, B, C = "worker-a", "worker-b", "worker-c"
 
@@ -398,3 +407,27 @@ def test_logprobs_follow_their_tokens_over_duplicates_and_adoption() -> None:
     assert event.token_ids == (7, 8)
     assert [p.token.token_id for p in event.logprobs] == [7, 8]
     assert core.choices[0].unread_logprob_bytes == 0
+
+
+def test_a_request_whose_version_was_withdrawn_chooses_again_and_takes_no_frame_of_before() -> None:
+    core = make_core()
+
+    actions = core.on_record(record(RequestPhase.CLOSED), 3.0, worker_alive=False)
+    late = core.on_event(A, accepted(300), 3.1)
+    again = core.on_event(A, accepted((1 << 24) + 1), 3.2)
+
+    assert actions == [Rechoose(2)]
+    assert late == [SendCancel(A, 300)]
+    assert again == [Own(Binding((1 << 24) + 1, A))]
+    assert core.on_record(record(RequestPhase.CLOSED), 9.0, worker_alive=False) == []
+
+
+def test_an_answer_that_has_begun_is_not_continued_by_another_version() -> None:
+    core = make_core()
+    core.on_event(A, accepted(257), 0.0)
+    core.on_event(A, delta(257, 0, 5, 6), 0.1)
+    core.on_worker_lost(A, 1.0)
+
+    core.on_record(record(RequestPhase.CLOSED, attempt=2), 3.0, worker_alive=False)
+
+    assert isinstance(core.error, PoolClosed)

@@ -28,9 +28,12 @@ _PRIME = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-def echo_token(request_id: str, choice: int, index: int, *, vocab_size: int) -> int:
-    """Output token `index` of a choice: the same whatever the batch, the attempt or the worker."""
-    text = f"{request_id}\x00{choice}\x00{index}".encode()
+def echo_token(request_id: str, choice: int, index: int, *, vocab_size: int, salt: str = "") -> int:
+    """Output token `index` of a choice: the same whatever the batch, the attempt or the worker.
+
+    `salt` tells versions of the echo model apart: a stream of two versions is no prefix of either's tokens.
+    """
+    text = f"{request_id}\x00{choice}\x00{index}{salt and chr(0)}{salt}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") % vocab_size
 
 
@@ -96,8 +99,9 @@ class _Sequence:
 class FakeModelRunner:
     """ModelRunner without a model. Its answer to a row never depends on other rows, chunking or earlier attempts."""
 
-    def __init__(self, spec: RunnerSpec, *, script: FakeScript | None = None) -> None:
+    def __init__(self, spec: RunnerSpec, *, script: FakeScript | None = None, salt: str = "") -> None:
         self._spec = spec
+        self._salt = salt
         self._script = script if script is not None else FakeScript()
         self._sequences: dict[RequestKey, _Sequence] = {}
         # Hash of the prefix that ends in each slot; 0 is never written.
@@ -179,7 +183,7 @@ class FakeModelRunner:
         vocab_size = self._spec.vocab_size
         if self._script.weights:
             return weighed_token(self._script.weights, sequence.prompt.tolist(), index, vocab_size=vocab_size)
-        return echo_token(key.request_id, key.choice, index, vocab_size=vocab_size)
+        return echo_token(key.request_id, key.choice, index, vocab_size=vocab_size, salt=self._salt)
 
     def _logprobs(self, tokens: list[int], sequence: _Sequence) -> tuple[TokenLogprobs, ...]:
         if sequence.sampling.logprob_count is None:

@@ -74,6 +74,8 @@ class AdmissionEntry(_message.Message):
     LOST_WORKERS_FIELD_NUMBER: _builtins.int
     TENANT_SLOT_CAP_FIELD_NUMBER: _builtins.int
     TENANT_BLOCK_CAP_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     key_id: _builtins.str
@@ -100,6 +102,10 @@ class AdmissionEntry(_message.Message):
     tenant_slot_cap: _builtins.int
     """The most slots and KV blocks that the tenant may hold in one worker; absent is no cap."""
     tenant_block_cap: _builtins.int
+    route: _builtins.str
+    """Name whose version was chosen for the client; empty where the client named the version, so that no other may run it."""
+    prompt_digest: _builtins.bytes
+    """SHA-256 of all that makes token ids of a prompt; versions with the same one read the same ids alike."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -145,10 +151,12 @@ class AdmissionEntry(_message.Message):
         lost_workers: _abc.Iterable[_builtins.str] | None = ...,
         tenant_slot_cap: _builtins.int | None = ...,
         tenant_block_cap: _builtins.int | None = ...,
+        route: _builtins.str = ...,
+        prompt_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "model", b"model", "pool", b"pool", "sampling", b"sampling", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "request_id", b"request_id", "resume_policy", b"resume_policy", "sampling", b"sampling", "tenant", b"tenant", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "prompt_digest", b"prompt_digest", "request_id", b"request_id", "resume_policy", b"resume_policy", "route", b"route", "sampling", b"sampling", "tenant", b"tenant", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant_block_cap: _TypeAlias = _typing.Literal["tenant_block_cap"]  # noqa: Y015
     _WhichOneofArgType__tenant_block_cap: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap"]  # noqa: Y015

@@ -851,6 +851,7 @@ class WatchResponse(_message.Message):
     KV_TOKEN_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     SUSPECT_COUNT_FIELD_NUMBER: _builtins.int
     PREFILL_RATE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
     worker_instance: _builtins.str
     sequence: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
@@ -873,6 +874,8 @@ class WatchResponse(_message.Message):
     """Requests in hand that two workers died with: at most one runs at a time."""
     prefill_rate_token_count: _builtins.int
     """Measured prompt tokens computed a second in steps that are mostly prefill; absent before the first such step."""
+    prompt_digest: _builtins.bytes
+    """As AdmissionEntry.prompt_digest, of the version served."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -909,10 +912,11 @@ class WatchResponse(_message.Message):
         kv_token_byte_count: _builtins.int = ...,
         suspect_count: _builtins.int = ...,
         prefill_rate_token_count: _builtins.int | None = ...,
+        prompt_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count", "_transfer_rate_byte_count", b"_transfer_rate_byte_count", "model", b"model", "pool", b"pool", "prefill_rate_token_count", b"prefill_rate_token_count", "progress_age", b"progress_age", "transfer_rate_byte_count", b"transfer_rate_byte_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count", "_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "prefill_rate_token_count", b"prefill_rate_token_count", "progress_age", b"progress_age", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "suspect_count", b"suspect_count", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count", "_transfer_rate_byte_count", b"_transfer_rate_byte_count", "adapters", b"adapters", "attached_gateways", b"attached_gateways", "backlog_token_count", b"backlog_token_count", "block_size", b"block_size", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "in_flight_count", b"in_flight_count", "kv_token_byte_count", b"kv_token_byte_count", "model", b"model", "pool", b"pool", "prefill_rate_token_count", b"prefill_rate_token_count", "progress_age", b"progress_age", "prompt_digest", b"prompt_digest", "ready", b"ready", "role", b"role", "running_count", b"running_count", "sequence", b"sequence", "suspect_count", b"suspect_count", "transfer_rate_byte_count", b"transfer_rate_byte_count", "waiting_count", b"waiting_count", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill_rate_token_count: _TypeAlias = _typing.Literal["prefill_rate_token_count"]  # noqa: Y015
     _WhichOneofArgType__prefill_rate_token_count: _TypeAlias = _typing.Literal["_prefill_rate_token_count", b"_prefill_rate_token_count"]  # noqa: Y015

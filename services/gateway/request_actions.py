@@ -1,0 +1,60 @@
+"""What the core of a request asks of the rest of its gateway. Values only; `LiveTable.perform` does them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Binding:
+    """The one attempt whose frames count."""
+
+    epoch: int
+    instance: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Tell a worker to stop an attempt, or one choice of it."""
+
+    instance: str
+    epoch: int
+    choice: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Own:
+    """Record in the store who runs the request."""
+
+    binding: Binding
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reattach:
+    """A gap: open the stream to this worker again from what is held."""
+
+    instance: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Readmit:
+    """Queue the request again, ahead of others. Exactly the choices of `prefix` run; empty means all, from the start.
+
+    `again` true: the store lost the same attempt, nothing ran. `lost` are the workers that died with the request in
+    hand: the store says whether it is what they died of.
+    """
+
+    attempt: int
+    prefix: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    again: bool = False
+    lost: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rechoose:
+    """Its version was withdrawn before any token: choose the version, tokenise and queue again, as this attempt."""
+
+    attempt: int
+
+
+Action = SendCancel | Own | Reattach | Readmit | Rechoose
