@@ -426,6 +426,7 @@ def test_an_answer_that_has_begun_is_not_continued_by_another_version() -> None:
     core = make_core()
     core.on_event(A, accepted(257), 0.0)
     core.on_event(A, delta(257, 0, 5, 6), 0.1)
+    assert drain(core) == [5, 6]
     core.on_worker_lost(A, 1.0)
 
     core.on_record(record(RequestPhase.CLOSED, attempt=2), 3.0, worker_alive=False)
