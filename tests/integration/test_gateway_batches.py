@@ -180,6 +180,22 @@ async def test_a_batch_goes_on_at_the_next_gateway_and_bills_each_line_once(rig:
     assert len(events) == count
 
 
+async def test_of_two_gateways_that_see_a_batch_one_runs_it(rig: Rig, tmp_path: Path) -> None:
+    other = build(dataclasses.replace(rig.config, data_dir=str(tmp_path / "other")))
+    await other.start()
+    rig.stack.push_async_callback(other.stop)
+    await rig.until(other.back.ready)
+
+    batches = [await rig.submit(*(completion(f"line-{i}") for i in range(10))) for _ in range(3)]
+    done = [await rig.reached(batch, "completed") for batch in batches]
+    await other.back.parts.publisher.wait_published()
+
+    lines = [line for batch in done for line in await rig.lines(batch.output_file_id)]
+    assert [line["custom_id"] for line in lines] == [f"line-{i}" for _ in batches for i in range(10)]
+    billed = Counter(event.request_id for event in await rig.events())
+    assert billed == Counter(line["response"]["request_id"] for line in lines)
+
+
 async def test_a_line_that_was_cut_is_run_again_and_billed_once(rig: Rig) -> None:
     batch = await rig.submit(*(completion(f"line-{i}", max_tokens=400) for i in range(4)))
     first = rig.app
