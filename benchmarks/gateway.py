@@ -2,9 +2,9 @@
 
 Starts a whole stack of the echo model on free ports; unary load comes open-loop (Poisson), saturation closed-loop.
 `added` is the latency through the gateway less that of the same request by Submit and Attach at the worker, quantile by
-quantile. `gateway_cpu` is of the gateway's process alone and says most on a busy machine. With `--litellm` a running
-LiteLLM proxy in front of `benchmarks.echo_upstream` is measured by the same client in the same sitting
-(docs/benchmarks.md).
+quantile. `gateway_cpu` is of the gateway's process alone and says most on a busy machine, `stack_cpu` is of all
+processes that a request passes. With `--litellm <environment>` LiteLLM's proxy of that virtual environment is started
+in front of `benchmarks.echo_upstream` and measured by the same client in the same sitting (docs/benchmarks.md).
 Prints a table and writes `benchmarks/results/gateway.json`. Never run by tests.
 """
 
@@ -17,9 +17,12 @@ import dataclasses
 import json
 import os
 import random
+import secrets
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,12 +32,19 @@ from benchmarks.results import machine, save
 from services.common.admission_store import AdmissionStore
 from services.common.lifecycle import new_ulid
 from services.common.redis_client import connect
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, free_port
 from tests.helpers.worker import GatewayClient, entry
 
 UNARY_TOKENS = 8
 STREAM_TOKENS = 64
 ENGINE = "max_num_seqs=256,max_num_batched_tokens=4096,max_model_len=2048,num_blocks=8192"
+# A proxy needs half a minute to start on a busy machine.
+START_S = 120.0
+LITELLM_CONFIG = """
+model_list:
+  - model_name: echo
+    litellm_params: {{model: openai/echo, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
+"""
 _TICKS_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
@@ -52,6 +62,7 @@ class Result:
     direct_p50: float
     direct_p99: float
     gateway_cpu: float
+    stack_cpu: float
     failed: int
     load: float
 
@@ -63,20 +74,24 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """A server of chat completions, and the process whose time is counted (0: none)."""
+    """A server of chat completions, its process, and the processes behind it."""
 
     name: str
     url: str
     key: str
     model: str
     pid: int = 0
+    behind: tuple[int, ...] = ()
 
-    def cpu_ms(self) -> float:
-        """Processor time of the process so far."""
-        if not self.pid:
-            return 0.0
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * _TICKS_MS
+    def cpu_ms(self) -> tuple[float, float]:
+        """Processor time so far: of the process, and of all."""
+        own = _cpu_ms(self.pid) if self.pid else 0.0
+        return own, own + sum(map(_cpu_ms, self.behind))
+
+
+def _cpu_ms(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICKS_MS
 
 
 # Latencies in milliseconds, sorted, and how many requests failed.
@@ -190,10 +205,11 @@ async def measure(target: Target, direct: Send, arguments: argparse.Namespace) -
         cpu, began = target.cpu_ms(), time.perf_counter()
         taken, failed = await run
         spent, count = time.perf_counter() - began, max(1, len(taken))
+        own, every = (round((now - then) / count, 3) for now, then in zip(target.cpu_ms(), cpu, strict=True))
         result = Result(
             target.name, what, offered, round(len(taken) / spent, 1), round(len(taken) * tokens / spent),
             quantile(taken, 0.5), quantile(taken, 0.99), quantile(alone, 0.5), quantile(alone, 0.99),
-            round((target.cpu_ms() - cpu) / count, 3), failed, machine()["load"],
+            own, every, failed, machine()["load"],
         )  # fmt: skip
         made.append(result)
         print_row(result)
@@ -224,7 +240,9 @@ async def own_stack(arguments: argparse.Namespace) -> list[Result]:
             (worker,) = await AdmissionStore(redis).list_workers()
             await redis.aclose()
             async with _worker_alone(worker.address) as direct:
-                target = Target("millrace", stack.url, stack.key, "echo", stack.state.processes["gateway"])
+                processes = dict(stack.state.processes)
+                gateway = processes.pop("gateway")
+                target = Target("millrace", stack.url, stack.key, "echo", gateway, tuple(processes.values()))
                 return await measure(target, direct, arguments)
         finally:
             await asyncio.to_thread(stack.stop)
@@ -257,13 +275,56 @@ async def _worker_alone(address: str) -> AsyncIterator[Send]:
 
 
 async def litellm(arguments: argparse.Namespace) -> list[Result]:
-    """A LiteLLM proxy that runs already; the time at its upstream is the direct one."""
-    upstream = Client(Target("upstream", arguments.upstream, "none", "echo"))
-    request = upstream.wire(tokens=UNARY_TOKENS, stream=False)
-    target = Target("litellm", arguments.litellm, arguments.litellm_key, "echo", arguments.litellm_pid)
-    made = await measure(target, lambda: upstream.send(request), arguments)
-    upstream.close()
-    return made
+    """LiteLLM's proxy, one process without a database, as it starts; the time at its upstream is the direct one."""
+    port, upstream_port = free_port(), free_port()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
+        behind = Client(Target("upstream", f"http://127.0.0.1:{upstream_port}", "none", "echo"))
+        request = behind.wire(tokens=UNARY_TOKENS, stream=False)
+        config = Path(folder) / "litellm.yaml"
+        config.write_text(LITELLM_CONFIG.format(port=upstream_port))
+        upstream = started.enter_context(
+            _process(sys.executable, "-m", "benchmarks.echo_upstream", "--port", str(upstream_port))
+        )
+        # It starts with a key only; our modules are not its, and it need not ask the network for prices.
+        own = {"LITELLM_MASTER_KEY": f"sk-{secrets.token_hex(24)}", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+        program = str(arguments.litellm / "bin" / "litellm")
+        proxy = started.enter_context(_process(program, "--config", str(config), "--port", str(port), env=env))
+        key = own["LITELLM_MASTER_KEY"]
+        target = Target("litellm", f"http://127.0.0.1:{port}", key, "echo", proxy, (upstream,))
+        front = Client(target)
+        await _until_it_answers(lambda: front.send(front.wire(tokens=UNARY_TOKENS, stream=False)))
+        made = await measure(target, lambda: behind.send(request), arguments)
+        front.close()
+        behind.close()
+        return made
+
+
+@contextlib.contextmanager
+def _process(*command: str, env: Mapping[str, str] | None = None) -> Iterator[int]:
+    """A child process by its id, ended with the block."""
+    child = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield child.pid
+    finally:
+        child.terminate()
+        try:
+            child.wait(10)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+async def _until_it_answers(send: Send) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            await send()
+            return
+        except (RuntimeError, OSError, EOFError):
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.5)
 
 
 async def run(arguments: argparse.Namespace) -> list[Result]:
@@ -277,12 +338,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/gateway.json")
     parser.add_argument("--rates", type=float, nargs="+", default=[20, 100, 300], help="unary requests a second")
-    parser.add_argument("--seconds", type=float, default=15.0, help="length of each measurement")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of each measurement")
     parser.add_argument("--callers", type=int, default=64, help="clients at saturation")
-    parser.add_argument("--litellm", default="", help="URL of a running LiteLLM proxy")
-    parser.add_argument("--litellm-key", default="none")
-    parser.add_argument("--litellm-pid", type=int, default=0, help="its process, for the time that it uses")
-    parser.add_argument("--upstream", default="http://127.0.0.1:9100", help="URL of benchmarks.echo_upstream")
+    parser.add_argument("--litellm", type=Path, help="virtual environment of `litellm[proxy]`, to measure beside")
     arguments = parser.parse_args()
     columns = [*(field.name for field in dataclasses.fields(Result)), "added_p50", "added_p99"]
     print(" ".join(f"{column:>12}" for column in columns))
