@@ -43,6 +43,7 @@ class Metrics:
         r = self.registry = registry if registry is not None else CollectorRegistry()
         self._tenant_cap, self._tenants = tenant_cap, set[str]()
         self._work: dict[tuple[str, ...], WorkTimes] = {}
+        self._declare_lifecycle(r)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"millrace_{name}", text, _WORK, buckets=buckets, registry=r)
@@ -87,9 +88,6 @@ class Metrics:
         self.transfer_seconds = Histogram("millrace_transfer_seconds", "From ask to end.", _TRANSFER, registry=r)
         self.prefill_fallbacks_total = counter("prefill_fallbacks", "Prompts that a peer did not deliver.", _CAUSE)
         self.disk_tier_on = gauge("disk_tier_on", "1 while the disk tier works, else 0.")
-        self.prefill_placings_total = counter(
-            "prefill_placings", "Prompts submitted, by why a PREFILL worker computes them or not.", (*_MODEL, "reason")
-        )
         self.prompt_tokens_total = counter("prompt_tokens", "Prompt tokens computed.", _MODEL)
         self.completion_tokens_total = counter("completion_tokens", "Tokens decoded.", _MODEL)
         self.draft_tokens_total = counter("draft_tokens", "Tokens guessed ahead and verified.", _MODEL)
@@ -99,6 +97,28 @@ class Metrics:
             "millrace_engine_step_seconds", "One engine step.", _MODEL, buckets=_TOKEN_GAP, registry=r
         )
         self.usage_events_total = counter("usage_events", "Usage events by outcome.", ("outcome",))
+
+    def _declare_lifecycle(self, r: CollectorRegistry) -> None:
+        """What becomes of requests between workers."""
+        self.prefill_placings_total = Counter(
+            "millrace_prefill_placings",
+            "Prompts submitted, by why a PREFILL worker computes them or not.",
+            (*_MODEL, "reason"),
+            registry=r,
+        )
+        self.readmissions_total = Counter(
+            "millrace_readmissions",
+            "Requests that run elsewhere, resumed or restarted, by cause.",
+            (*_MODEL, "kind", "cause"),
+            registry=r,
+        )
+        self.cancel_seconds = Histogram(
+            "millrace_cancel_seconds",
+            "From a cancel to everything free on a worker, by phase.",
+            (*_MODEL, "phase"),
+            buckets=_TOKEN_GAP,
+            registry=r,
+        )
 
     def work(self, labels: tuple[str, str, str, str, str]) -> WorkTimes:
         """The histograms of these labels; looked up by name once, not with each token."""

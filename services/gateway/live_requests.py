@@ -295,7 +295,8 @@ class LiveTable:
                     self.effects.cancel(instance, request.request_id, epoch, choice)
                 case Own():
                     self.effects.own(request, action)
-                case Readmit():
+                case Readmit(prefix=prefix, cause=cause):
+                    request.meter.readmitted(cause, "resumed" if prefix else "restarted")
                     self.effects.readmit(request, action)
                 case Rechoose():
                     self.effects.rechoose(request, action)

@@ -8,6 +8,7 @@ most, in a thread. Never talks to Redis. Called by metering's publisher.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -107,6 +108,17 @@ class Outbox:
                 await self._write(_RESOLVED + "\n".join(known).encode(), None)
             except OutboxError:
                 structlog.get_logger().warning("outbox_resolve_failed", count=len(known))
+
+    async def mend(self) -> None:
+        """After a failed write: try the disk again, with what lives in memory only. A gateway that admits nothing while
+        it is broken would not find out by itself that there is room again."""
+        on_disk = frozenset[str]().union(*(segment.open_ids for segment in self._segments))
+        unwritten = [record for record in self.records if record.request_id not in on_disk]
+        if unwritten:
+            await asyncio.gather(*(self.append(record) for record in unwritten), return_exceptions=True)
+        else:
+            with contextlib.suppress(OutboxError):
+                await self._write(_RESOLVED, None)
 
     async def close(self) -> None:
         """Flush, and delete the folder when nothing is left in it."""

@@ -157,6 +157,8 @@ class UsagePublisher:
     async def _confirm(self) -> None:
         while True:
             await self._clock.sleep(COMMIT_POLL_S)
+            if self._outbox.broken:
+                await self._outbox.mend()
             if not self._unconfirmed:
                 continue
             try:

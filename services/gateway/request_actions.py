@@ -41,13 +41,14 @@ class Readmit:
     """Queue the request again, ahead of others. Exactly the choices of `prefix` run; empty means all, from the start.
 
     `again` true: the store lost the same attempt, nothing ran. `lost` are the workers that died with the request in
-    hand: the store says whether it is what they died of.
+    hand: the store says whether it is what they died of. `cause` is a reason of the error table.
     """
 
     attempt: int
     prefix: tuple[tuple[int, tuple[int, ...]], ...] = ()
     again: bool = False
     lost: tuple[str, ...] = ()
+    cause: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -45,6 +45,11 @@ class RequestMeter:
         """A worker took the request."""
         self._times.queue.observe(now - self._received_at)
 
+    def readmitted(self, cause: str, kind: str) -> None:
+        """The request runs elsewhere, `resumed` after what was received or `restarted`."""
+        model, version, *_ = self._labels
+        self._metrics.readmissions_total.labels(model, version, kind, cause).inc()
+
     def started(self, now: float) -> None:
         """Prefill began."""
         self._started_at = now

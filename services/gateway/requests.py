@@ -23,6 +23,7 @@ from services.common.errors import (
     Poisoned,
     PoolClosed,
     SlowReader,
+    StoreUnavailable,
     WorkerLost,
     error_of,
 )
@@ -183,7 +184,8 @@ class RequestCore:
         if self.ended or self.error is not None:
             return []
         if record is None:
-            return [] if self.binding is not None else [self.readmission(again=True)]
+            lost = StoreUnavailable.row.reason
+            return [] if self.binding is not None else [self.readmission(lost, again=True)]
         if record.phase is RequestPhase.FINISHED:
             return self.fail(error_of_record(record))
         if record.phase is RequestPhase.CLOSED and self.binding is None and record.attempt >= self.attempt:
@@ -322,7 +324,7 @@ class RequestCore:
         handed = any(choice.handed or choice.closed for choice in self.choices)
         for choice in self.choices:
             choice.rebase(keep=handed)
-        return [*cancel, self.readmission()]
+        return [*cancel, self.readmission(error.row.reason)]
 
     def _choose_again(self, now: float) -> list[Action]:
         """Its version is withdrawn. Tokens of it are not continued by another."""
@@ -334,9 +336,9 @@ class RequestCore:
         self._floor = max(self._floor, first_epoch(self.attempt))
         return [Rechoose(self.attempt)]
 
-    def readmission(self, *, again: bool = False) -> Readmit:
+    def readmission(self, cause: str, *, again: bool = False) -> Readmit:
         """What queues this attempt, from what was received on."""
-        return Readmit(self.attempt, self._prefix(), again, self._lost)
+        return Readmit(self.attempt, self._prefix(), again, self._lost, cause)
 
     def _prefix(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         open_choices = [c for c in self.choices if c.finish is None and not c.stopped]

@@ -149,7 +149,7 @@ class StoreEffects:
             entry = await self._entries.make(old.key, chosen)
             entry.traceparent = old.entry.traceparent
             request.chosen_again(entry, chosen)
-            await self._readmit(request, request.core.readmission())
+            await self._readmit(request, request.core.readmission(PoolClosed.row.reason))
             if chosen.model.pool != old.pool:
                 with contextlib.suppress(StoreUnavailable):
                     await self._store.forget_closed(old.pool, request.request_id)

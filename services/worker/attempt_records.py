@@ -31,6 +31,10 @@ class AttemptRecorder:
     def record(self, stream: RequestStream) -> None:
         """Spans and histograms of one ended attempt; an attempt that never started leaves none."""
         marks = stream.marks
+        if marks.cancel is not None and marks.end is not None:
+            model = stream.facts.entry.model
+            waited = self._metrics.cancel_seconds.labels(model.model, model.version, stream.cancelled_in)
+            waited.observe(max(0.0, marks.end - marks.cancel))
         if marks.start is None or marks.end is None:
             return
         first = marks.first_token if marks.first_token is not None else marks.end

@@ -63,6 +63,14 @@ class Marks:
     start: float | None = None
     first_token: float | None = None
     end: float | None = None
+    cancel: float | None = None
+
+    @property
+    def phase(self) -> str:
+        """What is done for it now, in a word."""
+        if self.start is None:
+            return "queued"
+        return "prefill" if self.first_token is None else "decode"
 
 
 class ChoiceStream:
@@ -135,6 +143,7 @@ class RequestStream:
         self.cached_token_count = 0
         self.failure: Failure | None = None
         self.abandoned = False
+        self.cancelled_in = ""
         self._accepted_sent = False
         self._started_sent = False
         self._failure_sent = False
@@ -188,6 +197,12 @@ class RequestStream:
         if self.ended:
             self.marks.end = now_wall
         return urgent
+
+    def note_cancel(self, now_wall: float) -> None:
+        """The gateway wants no more of it."""
+        if self.marks.cancel is None:
+            self.marks.cancel = now_wall
+            self.cancelled_in = self.marks.phase
 
     def fail(self, failure: Failure, now_wall: float) -> None:
         """End the attempt for all choices; the first failure stands, an ended attempt stays as it is."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import os
+import threading
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +25,7 @@ from services.common.errors import (
     DeadlineExceeded,
     Draining,
     NotFound,
+    NotReady,
     NoWorker,
     StoreUnavailable,
 )
@@ -32,7 +36,7 @@ from services.worker.wiring import WorkerApp, build
 from tests.helpers.admission import open_budget
 from tests.helpers.gateway import KEY, POOL, Answer, FakeRouter, GatewayRig, end, read_all, running_back
 from tests.helpers.redis import RedisProcess
-from tests.helpers.worker import echo_config, echo_tokens
+from tests.helpers.worker import WAIT_S, echo_config, echo_tokens
 
 
 @pytest.fixture
@@ -469,3 +473,52 @@ async def test_a_record_stays_until_the_ledger_has_it(rig: GatewayRig, redis_cli
     await redis_client.zadd(pool_key(POOL, "committed"), {generation.request_id: 1.0})
 
     await rig.until(lambda: not rig.back.parts.outbox.records)
+
+
+async def test_a_full_disk_ends_what_runs_once_and_refuses_what_is_new_until_it_has_room(
+    rig: GatewayRig, store: AdmissionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    running = await rig.back.generator.start(KEY, rig.request(max_tokens=20))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", no_space)
+        assert (await read_all(running)).error is None
+        await rig.published()
+        with pytest.raises(NotReady) as refused:
+            await rig.back.generator.start(KEY, rig.request())
+        assert not rig.back.ready()
+    await rig.until(rig.back.ready)
+
+    assert refused.value.retry_after_s is not None
+    (event,) = await rig.usage_events()
+    assert (event.request_id, event.billed.completion_token_count) == (running.request_id, 20)
+    await assert_idle(rig, store)
+
+
+async def test_a_slow_disk_holds_up_the_end_of_a_request_and_no_other_stream(
+    rig: GatewayRig, store: AdmissionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, release, sync = threading.Event(), threading.Event(), os.fdatasync
+
+    def slow(file: int) -> None:
+        reached.set()
+        release.wait(WAIT_S)
+        sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    first = await rig.back.generator.start(KEY, rig.request(max_tokens=5))
+    answer = await read_all(first, finish=False)
+    ending = asyncio.create_task(end(first, answer))
+    await rig.until(reached.is_set)
+    other = await rig.back.generator.start(KEY, rig.request(max_tokens=30))
+    beside = await read_all(other, finish=False)
+    assert not ending.done()
+    release.set()
+    await asyncio.gather(ending, end(other, beside))
+
+    assert_echo(other, beside)
+    await assert_idle(rig, store)
+    billed = {e.request_id: e.billed.completion_token_count for e in await rig.usage_events()}
+    assert billed == {first.request_id: 5, other.request_id: 30}

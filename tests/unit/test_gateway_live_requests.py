@@ -112,6 +112,11 @@ def rig() -> Rig:
     return Rig()
 
 
+def readmissions(rig: Rig, kind: str, cause: str) -> float:
+    model, version, *_ = LABELS
+    return float(rig.metrics.readmissions_total.labels(model, version, kind, cause)._value.get())
+
+
 async def read(live: LiveRequest) -> list[int]:
     ids: list[int] = []
     async for event in live.events():
@@ -289,6 +294,22 @@ async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:
     rig.table.on_worker_lost("worker-a")
 
     assert rig.effects.readmitted == [Readmit(2, lost=("worker-a",))]
+    assert readmissions(rig, "restarted", "WORKER_LOST") == 1
+
+
+async def test_what_runs_elsewhere_is_counted_by_cause_and_by_whether_it_resumed(rig: Rig) -> None:
+    live = rig.add("a")
+    rig.frame("a", 0, 1)
+    reading = asyncio.create_task(read(live))
+    await asyncio.sleep(0)
+
+    leaving = pb.Event(request_id="a", epoch=257, failed=pb.Failed(reason="DRAINING", retryable=True))
+    rig.table.on_frame("worker-a", [leaving])
+
+    assert rig.effects.readmitted == [Readmit(2, ((0, (1,)),))]
+    assert readmissions(rig, "resumed", "DRAINING") == 1
+    rig.frame("a", 1, 2, epoch=513, finish=True)
+    assert await reading == [1, 2]
 
 
 async def test_the_budget_is_renewed_once_at_a_time(rig: Rig) -> None:

@@ -147,6 +147,42 @@ async def test_a_full_disk_is_reported_and_the_file_stays_readable(
     await second.close()
 
 
+async def test_what_a_full_disk_kept_in_memory_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = make_outbox(tmp_path)
+
+    def no_space(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", no_space)
+        for number in (0, 1):
+            with pytest.raises(OutboxError):
+                await outbox.append(make_record(number))
+        await outbox.resolve(["request-0001"])
+        await outbox.mend()
+        assert outbox.broken
+
+    await outbox.mend()
+    assert not outbox.broken
+    crash(outbox)
+
+    second = make_outbox(tmp_path, "gateway-2")
+    assert [r.request_id for r in second.records] == ["request-0000"]
+    await second.close()
+
+
+async def test_with_nothing_to_write_a_mended_disk_is_noticed_too(tmp_path: Path) -> None:
+    outbox = make_outbox(tmp_path)
+    outbox.broken = True
+
+    await outbox.mend()
+
+    assert not outbox.broken
+    await outbox.close()
+
+
 async def test_an_empty_outbox_leaves_no_folder(tmp_path: Path) -> None:
     outbox = make_outbox(tmp_path)
     await outbox.append(make_record(1))
