@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,13 +26,25 @@ from services.common.admission_types import Pool
 from services.common.errors import StoreUnavailable
 from services.common.metrics import Metrics
 from services.usage import consumer as consumer_module
+from services.usage import schema
 from services.usage.consumer import COMMITTED_KEPT_MS, CONSUMER, GROUP, REREAD_EVERY_S, Consumer
 from services.usage.ledger import read_dead_letters
 from services.usage.store import Store, open_store
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.redis import RedisProcess
 from tests.helpers.stack import ROOT, clean_environment
-from tests.helpers.usage import Reading, insert, know_pools, make_event, parse, reading
+from tests.helpers.usage import (
+    START,
+    Reading,
+    insert,
+    know_pools,
+    make_attempt,
+    make_event,
+    make_time,
+    parse,
+    reading,
+    report_of,
+)
 
 POOL = Pool("echo")
 OTHER_POOL = Pool("echo", "batch")
@@ -230,6 +244,35 @@ def run_until_it_crashes(point: str, database_url: str, redis_url: str, folder: 
     return subprocess.run(argv, env=environment, cwd=ROOT, timeout=60, capture_output=True, check=False).returncode
 
 
+def make_skewed_events(count: int) -> list[usage_event_pb2.UsageEvent]:
+    """Around midnight, by clocks that are an hour off in either direction."""
+    midnight = START.replace(hour=0)
+    skews = (timedelta(hours=-1), timedelta(), timedelta(hours=1))
+    return [
+        make_event(f"r{n:03}", tenant=f"t{n % 3}", completion=n, end_time=midnight + skews[n % 3]) for n in range(count)
+    ]
+
+
+async def publish_mixed(
+    client: aioredis.Redis,
+    events: Sequence[usage_event_pb2.UsageEvent],
+    reports: Sequence[usage_event_pb2.WorkerReport],
+) -> None:
+    """Everything twice, shuffled."""
+    bodies = [("e", event.SerializeToString()) for event in events]
+    bodies += [("w", report.SerializeToString()) for report in reports]
+    for field, body in random.Random(len(bodies)).sample(2 * bodies, 2 * len(bodies)):
+        await client.xadd(STREAM, {field: body})
+
+
+def count_worker_rows(connection: sa.Connection) -> tuple[int, int, int, int]:
+    attempts, times = schema.attempts.c, schema.worker_times.c
+    shares = sa.func.sum(attempts.prefill_nanos + attempts.decode_nanos)
+    told = connection.execute(sa.select(sa.func.count(), shares)).one()
+    spent = connection.execute(sa.select(sa.func.count(), sa.func.sum(times.busy_nanos + times.idle_nanos))).one()
+    return told[0], int(told[1]), spent[0], int(spent[1])
+
+
 def expected(store: Store, events: Sequence[usage_event_pb2.UsageEvent]) -> Reading:
     insert(store, [parse(event) for event in events])
     return reading(store)
@@ -249,21 +292,25 @@ async def test_a_crash_at_any_point_and_two_replays_from_zero_leave_the_totals_e
     redis_client: aioredis.Redis,
     tmp_path: Path,
 ) -> None:
-    events = make_events(12)
+    events = make_skewed_events(12)
+    reports = [report_of(*(make_attempt(f"r{n:03}") for n in range(first, first + 4)), make_time(first + 1))
+               for first in (0, 4, 8)]  # fmt: skip
     reference = open_store(f"sqlite:///{tmp_path}/reference.sqlite3")
     wanted = expected(reference, events)
     reference.close()
     await know_pools(redis_client, POOL)
-    await publish(redis_client, events)
+    await publish_mixed(redis_client, events, reports)
 
     code = await asyncio.to_thread(run_until_it_crashes, point, database_url, redis_server.url, tmp_path)
     assert code == 137, f"the service should have died at {point}"
     for _ in range(2):
         await redis_client.xgroup_setid(STREAM, GROUP, "0")
-        await publish(redis_client, events)
+        await publish_mixed(redis_client, events, reports)
         await drain(make_consumer(redis_client, store))
 
     assert reading(store) == wanted
+    assert store.read_sync(count_worker_rows) == (12, 12 * 10**9, 3, 3 * 10 * 10**9)
+    assert store.read_sync(read_dead_letters) == []
     assert (await redis_client.xpending(STREAM, GROUP))["pending"] == 0
 
 
