@@ -1,5 +1,7 @@
 """Events a second from the usage stream through the consumer into the ledger and acknowledged, on both databases.
 
+Every gateway's event comes with its worker's: one attempt an event, in reports of 500.
+
 By batch size and by the number of rows that lie in the ledger already. Real Redis, real PostgreSQL with fsync on.
 Prints a table and writes `benchmarks/results/ledger.json`. Never run by tests.
 """
@@ -10,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,12 +37,14 @@ from services.usage.ledger import last_row_id
 from services.usage.store import Store, open_store
 from tests.helpers.postgres import PostgresProcess
 from tests.helpers.redis import RedisProcess
-from tests.helpers.usage import insert, make_entry, make_event
+from tests.helpers.usage import insert, make_attempt, make_entry, make_event, report_of
 
 POOL = Pool("echo")
 TENANTS = 50
 START = datetime(2026, 3, 1, tzinfo=UTC)
 PRELOAD_CHUNK = 100_000
+# Attempts a report of a worker.
+REPORT = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,12 +131,13 @@ async def measure(client: aioredis.Redis, store: Store, batch: int, count: int) 
     consumer = Consumer(client, store, clock=SystemClock(), metrics=Metrics(), batch_size=batch)
     made = events(count + batch)
     await _publish(client, stream, made[:batch])
-    await consumer.run_once(100)
+    while await consumer.run_once(100):
+        pass
     await _publish(client, stream, made[batch:])
     before = store.read_sync(last_row_id)
     wall, cpu = time.perf_counter(), time.process_time()
-    done = 0
-    while done < count:
+    done, entries = 0, count + math.ceil(count / REPORT)
+    while done < entries:
         done += await consumer.run_once(100)
     spent = time.perf_counter() - wall, time.process_time() - cpu
     if store.read_sync(last_row_id) - before != count:
@@ -140,10 +146,12 @@ async def measure(client: aioredis.Redis, store: Store, batch: int, count: int) 
 
 
 async def _publish(client: aioredis.Redis, stream: str, made: list[usage_event_pb2.UsageEvent]) -> None:
-    for first in range(0, len(made), 500):
+    for first in range(0, len(made), REPORT):
         async with client.pipeline(transaction=False) as pipe:
-            for event in made[first : first + 500]:
+            for event in made[first : first + REPORT]:
                 pipe.xadd(stream, {"e": event.SerializeToString()})
+            attempts = [make_attempt(event.request_id, event.tenant) for event in made[first : first + REPORT]]
+            pipe.xadd(stream, {"w": report_of(*attempts).SerializeToString()})
             await pipe.execute()
 
 

@@ -26,6 +26,13 @@ NAMES = (
     "requests", "completed", "goodput", "tokens", "prefill_s", "decode_s", "accelerator_cost", "per_million_tokens",
     "per_completed",
 )  # fmt: skip
+# For people, whose lines are short.
+SHORT = {
+    "completed": "done",
+    "accelerator_cost": "cost",
+    "per_million_tokens": "cost a million",
+    "per_completed": "cost an answer",
+}
 WORKER_NAMES = ("model", "version", "workers", "requests_s", "idle_s", "busy", "requests_cost", "idle_cost")
 Since = Annotated[datetime | None, typer.Option(help="Ended at or after this UTC time.")]
 Until = Annotated[datetime | None, typer.Option(help="Ended before this UTC time.")]
@@ -155,7 +162,8 @@ def _write(names: Sequence[str], rows: Sequence[Sequence[str]], shape: Shape) ->
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
     table = Table(title=title or None)
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right" if name in (*NAMES, *WORKER_NAMES[2:]) else "left")
+        right = name in (*NAMES, *WORKER_NAMES[2:])
+        table.add_column(SHORT.get(name, name.replace("_", " ")), justify="right" if right else "left")
     for row in rows:
         table.add_row(*row)
     return table
