@@ -38,7 +38,7 @@ TOKENS = 8
 WINDOW_S = 60.0
 STEP_S = 0.015
 # Of the requests that are mirrored.
-SHARE = 0.2
+SHARE = 0.5
 
 
 def pace(seconds: float) -> Callable[[SchedulerOutput], None]:

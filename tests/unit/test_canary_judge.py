@@ -142,6 +142,7 @@ def test_mirrored_requests_find_wrong_weights_and_errors_before_clients_do() -> 
 
     assert wrong.verdict.figure in ("greedy output", "logprob drift")
     assert failing.verdict.figure == "errors"
+    assert not failing.verdict.why.startswith("errors: 0")
     assert max(wrong.canary_requests, failing.canary_requests) < 60
 
 

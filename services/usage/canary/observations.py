@@ -74,14 +74,14 @@ class Tally:
     drift: Histogram = dataclasses.field(default_factory=Histogram)
 
     def add(self, seen: Observation) -> None:
-        """Count one request; a mirrored one counts apart, with its latency nowhere."""
+        """Count one request; a mirrored one counts apart, its failure with the others, its latency nowhere."""
+        self.failed += seen.failed
         if seen.shadow:
             self.mirrored += 1
             self.compared += seen.differs is not None
             self.differing += seen.differs is True
         else:
             self.requests += 1
-            self.failed += seen.failed
             self.refused += seen.refused
         for histogram, value in self._measured(seen):
             if value is not None:

@@ -81,6 +81,7 @@ class VersionFigures(_message.Message):
     DRIFT_NATS_FIELD_NUMBER: _builtins.int
     request_count: _builtins.int
     failed_count: _builtins.int
+    """Mirrored ones included."""
     refused_count: _builtins.int
     """Ended without a token and without a fault."""
     mirrored_count: _builtins.int
