@@ -6,10 +6,11 @@ Each takes a table and returns the next one; who calls writes it by compare-and-
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.common.errors import InvalidRequest, NotFound
-from services.common.routes import Rollout, RolloutState, Route, RouteTable, Target, WeightedTarget
+from services.common.routes import Rollout, RolloutState, Route, RouteTable, Shadow, Target, WeightedTarget
+from services.usage.canary.criteria import check_criteria
 
 DEFAULT_STEPS = (1, 5, 25, 100)
 DEFAULT_BAKE_S = 300.0
@@ -18,12 +19,17 @@ _OPEN = (RolloutState.RUNNING, RolloutState.PAUSED)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What a rollout shall do. Without a `baseline` the one version that the route serves now is it."""
+    """What a rollout shall do. Without a `baseline` the one version that the route serves now is it.
+
+    `criteria` are what the candidate must hold; a share `mirrored` (0 … 1) of the requests runs again on it.
+    """
 
     candidate: Target
     baseline: Target | None = None
     step_percents: Sequence[int] = DEFAULT_STEPS
     bake_s: float = DEFAULT_BAKE_S
+    criteria: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    mirrored: float = 0.0
 
 
 def start(table: RouteTable, alias: str, plan: Plan, *, now: float) -> RouteTable:
@@ -36,12 +42,22 @@ def start(table: RouteTable, alias: str, plan: Plan, *, now: float) -> RouteTabl
         raise InvalidRequest(f"`{alias}` is served by {baseline} already.", param="candidate")
     if baseline in table.withdrawn:
         raise InvalidRequest(f"{baseline} is withdrawn: it cannot be what a rollout falls back to.", param="baseline")
+    check_criteria(plan.criteria)
     rollout = Rollout(
-        baseline, plan.candidate, tuple(plan.step_percents), 0, RolloutState.RUNNING, plan.bake_s, step_time=now
+        baseline,
+        plan.candidate,
+        tuple(plan.step_percents),
+        0,
+        RolloutState.RUNNING,
+        plan.bake_s,
+        step_time=now,
+        criteria=plan.criteria,
     )
     if rollout.step_percents and rollout.percent == 100:
         rollout = dataclasses.replace(rollout, state=RolloutState.PROMOTED)
     old = route if route is not None else Route(alias, ())
+    if plan.mirrored > 0:
+        old = dataclasses.replace(old, shadow=Shadow(plan.candidate, plan.mirrored))
     return _with(table, old, rollout, withdrawn=table.withdrawn - {plan.candidate})
 
 
@@ -54,7 +70,9 @@ def promote(table: RouteTable, alias: str, *, now: float, percent: int | None = 
         if not later:
             raise InvalidRequest(f"`{alias}` has no later step of {percent} %.", param="percent")
         step = later[0]
-    state = RolloutState.PROMOTED if step == len(rollout.step_percents) - 1 else RolloutState.RUNNING
+    last = step == len(rollout.step_percents) - 1
+    state = RolloutState.PROMOTED if last else RolloutState.RUNNING
+    route = _without_shadow(route, rollout) if last else route
     return _with(table, route, dataclasses.replace(rollout, step=step, state=state, step_time=now, reason=""))
 
 
@@ -74,9 +92,7 @@ def roll_back(table: RouteTable, alias: str, *, now: float, reason: str) -> Rout
     """The baseline gets everything, and the candidate is withdrawn; also once it was promoted."""
     route, rollout = _rollout(table, alias, (*_OPEN, RolloutState.PROMOTED))
     ended = dataclasses.replace(rollout, state=RolloutState.ROLLED_BACK, step_time=now, reason=reason)
-    if route.shadow is not None and route.shadow.target == rollout.candidate:
-        route = dataclasses.replace(route, shadow=None)
-    return _with(table, route, ended, withdrawn=table.withdrawn | {rollout.candidate})
+    return _with(table, _without_shadow(route, rollout), ended, withdrawn=table.withdrawn | {rollout.candidate})
 
 
 def _with(
@@ -101,6 +117,12 @@ def _rollout(table: RouteTable, alias: str, states: Sequence[RolloutState]) -> t
         state = route.rollout.state.name.lower().replace("_", " ")
         raise InvalidRequest(f"The rollout of `{alias}` is {state}.", param="alias")
     return route, route.rollout
+
+
+def _without_shadow(route: Route, rollout: Rollout) -> Route:
+    """The rollout is over: the candidate is mirrored to no more."""
+    mirrors = route.shadow is not None and route.shadow.target == rollout.candidate
+    return dataclasses.replace(route, shadow=None) if mirrors else route
 
 
 def _only_version(alias: str, route: Route | None) -> Target:

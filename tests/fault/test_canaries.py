@@ -18,7 +18,7 @@ import pytest
 import redis.asyncio as aioredis
 
 from services.common.route_store import RouteStore
-from services.common.routes import Rollout, RolloutState, RouteTable, Shadow, Target
+from services.common.routes import Rollout, RolloutState, RouteTable, Target
 from services.usage import rollout as steps
 from services.usage.canary.controller import WHO, ProgressStore
 from services.worker import wiring as worker_wiring
@@ -92,12 +92,9 @@ class Load:
 
 async def begin_rollout(redis: aioredis.Redis, *, shadow: float, bake_s: float, **criteria: float) -> RouteStore:
     routes = RouteStore(redis)
-    table = steps.start(RouteTable(), "echo", steps.Plan(NEW, OLD, bake_s=bake_s), now=time.time())
-    route = table.routes["echo"]
-    assert route.rollout is not None
-    rollout = dataclasses.replace(route.rollout, criteria=criteria)
-    route = dataclasses.replace(route, rollout=rollout, shadow=Shadow(NEW, shadow))
-    await routes.replace(dataclasses.replace(table, routes={"echo": route}), who="ann", why="try 2")
+    plan = steps.Plan(NEW, OLD, bake_s=bake_s, criteria=criteria, mirrored=shadow)
+    table = steps.start(RouteTable(), "echo", plan, now=time.time())
+    await routes.replace(table, who="ann", why="try 2")
     return routes
 
 

@@ -11,7 +11,7 @@ import redis.asyncio as aioredis
 from services.common.admission_store import AdmissionStore, usage_stream
 from services.common.admission_types import Pool, WorkerRecord
 from services.common.route_store import RouteStore
-from services.common.routes import Rollout, RolloutState, Route, RouteTable, Shadow
+from services.common.routes import Rollout, RolloutState, Route, RouteTable
 from services.usage import rollout as steps
 from services.usage.canary.controller import WHO, CanaryController, ProgressStore
 from tests.helpers.canaries import GOOD, Version
@@ -37,15 +37,9 @@ class Simulation:
     async def start(self, *, shadow: float = 0.0, bake_s: float = 10.0, **criteria: float) -> Simulation:
         worker = WorkerRecord("w", "127.0.0.1:1", "echo", "2", Pool("echo"), "aggregated")
         await AdmissionStore(self.redis).register_worker(worker)
-        table = steps.start(RouteTable(), "echo", steps.Plan(NEW, OLD, bake_s=bake_s), now=self.clock.wall())
-        route = table.routes["echo"]
-        assert route.rollout is not None
-        told = dataclasses.replace(
-            route,
-            rollout=dataclasses.replace(route.rollout, criteria=criteria),
-            shadow=Shadow(NEW, shadow) if shadow else None,
-        )
-        await self.routes.replace(dataclasses.replace(table, routes={"echo": told}), who="ann", why="try 2")
+        plan = steps.Plan(NEW, OLD, bake_s=bake_s, criteria=criteria, mirrored=shadow)
+        table = steps.start(RouteTable(), "echo", plan, now=self.clock.wall())
+        await self.routes.replace(table, who="ann", why="try 2")
         return self
 
     async def route(self) -> Route:

@@ -10,7 +10,7 @@ from millrace.usage.v1 import rollout_progress_pb2, usage_event_pb2
 
 from services.common.admission_types import SHADOW_TENANT
 from services.common.errors import InvalidRequest
-from services.common.routes import RolloutState, Route, RouteTable, Shadow
+from services.common.routes import RolloutState, Route, RouteTable
 from services.usage import rollout as steps
 from services.usage.canary.criteria import NAMES, Criteria, check_criteria, criteria_of
 from services.usage.canary.judge import Call
@@ -26,13 +26,8 @@ MATCH = Match(OLD, NEW, since=NOW)
 
 
 def begun(**criteria: float) -> RouteTable:
-    table = steps.start(RouteTable(), "echo", steps.Plan(NEW, OLD, bake_s=2.0), now=NOW)
-    route = table.routes["echo"]
-    assert route.rollout is not None
-    told = dataclasses.replace(
-        route, rollout=dataclasses.replace(route.rollout, criteria=criteria), shadow=Shadow(NEW, 0.05)
-    )
-    return dataclasses.replace(table, routes={"echo": told})
+    plan = steps.Plan(NEW, OLD, bake_s=2.0, criteria=criteria, mirrored=0.05)
+    return steps.start(RouteTable(), "echo", plan, now=NOW)
 
 
 def trial_of(table: RouteTable) -> Trial:
@@ -226,8 +221,11 @@ def test_criteria_are_named_and_bounded() -> None:
     for name in NAMES:
         value = getattr(Criteria(), name)
         check_criteria({} if value is None else {name: value})
-    rollout = trial_of(begun(tpot_ms=30, of_a_newer_release=1)).rollout
-    assert criteria_of(rollout) == Criteria(tpot_ms=30)
+    rollout = trial_of(begun(tpot_ms=30)).rollout
+    newer = dataclasses.replace(rollout, criteria={"tpot_ms": 30, "of_a_newer_release": 1})
+    assert criteria_of(newer) == Criteria(tpot_ms=30)
+    with pytest.raises(InvalidRequest, match="no criterion"):
+        begun(speed=1)
 
 
 def test_a_route_without_a_rollout_is_not_watched() -> None:

@@ -109,3 +109,13 @@ def test_a_name_without_a_route_gets_one_when_its_baseline_is_named() -> None:
     table = rollout.start(RouteTable(), "m", Plan(V2, baseline=V1, step_percents=(10, 100)), now=0.0)
 
     assert weights(table) == {V1: 90, V2: 10}
+
+
+def test_a_candidate_is_mirrored_to_while_it_is_tried_and_no_longer() -> None:
+    plan = Plan(V2, step_percents=(1, 100), criteria={"tpot_ms": 30}, mirrored=0.1)
+    begun = rollout.start(SERVED, "m", plan, now=1.0)
+
+    assert begun.routes["m"].shadow == Shadow(V2, 0.1)
+    assert of(from_message(to_message(begun))).criteria == {"tpot_ms": 30}
+    assert rollout.promote(begun, "m", now=2.0).routes["m"].shadow is None
+    assert rollout.roll_back(begun, "m", now=2.0, reason="").routes["m"].shadow is None
