@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli import admin_key, audit, bench, chat, down, evaluate, key, price, rollout_progress, status, tenant, up, usage
+from cli import admin_key, audit, bench, chat, down, evaluate, key, price, rollout, status, tenant, up, usage
 
 app = typer.Typer(
     name="millrace",
@@ -12,9 +12,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-rollout = typer.Typer(no_args_is_help=True)
-rollout.callback()(lambda: None)
-rollout.command("status")(rollout_progress.status)
 app.command()(up.up)
 app.command()(down.down)
 app.command()(status.status)
@@ -26,7 +23,7 @@ app.add_typer(price.app, name="price", help="Set and list what tokens cost.")
 app.add_typer(key.app, name="key", help="Create, change, list, rotate and revoke API keys.")
 app.add_typer(tenant.app, name="tenant", help="Create, change and list tenants and projects.")
 app.add_typer(admin_key.app, name="admin-key", help="Create, list and revoke keys of administrators.")
-app.add_typer(rollout, name="rollout", help="Watch a new version take over.")
+app.add_typer(rollout.app, name="rollout", help="Roll a new version out by steps, watch it, roll it back.")
 app.add_typer(audit.app, name="audit", help="See who changed what.")
 
 

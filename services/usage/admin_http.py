@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from google.protobuf import json_format
 from google.protobuf.message import Message
+from millrace.usage.v1 import route_service_pb2 as routes_pb
 from millrace.usage.v1 import usage_service_pb2 as pb
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,16 +25,20 @@ from starlette.routing import Route
 from services.common.errors import Internal, InvalidRequest, MillraceError, NotFound, PayloadTooLarge
 from services.usage.account_service import AccountService, HttpContext
 from services.usage.admin_keys import AdminKeys
+from services.usage.route_service import RouteService
 
 MAX_BODY_BYTES = 65_536
 BODY_TIMEOUT_S = 10.0
 PREFIX = "/admin/v1"
-# A method of AccountService.
+# A method of AccountService or RouteService.
 Call = Callable[[Any, Any], Awaitable[Message]]
 
 
-def create_admin_app(service: AccountService, admins: AdminKeys, others: Sequence[Route] = ()) -> Starlette:
+def create_admin_app(
+    service: AccountService, routing: RouteService, admins: AdminKeys, others: Sequence[Route] = ()
+) -> Starlette:
     """The ASGI application; `others` are routes that ask for a key themselves."""
+    rollout = f"{PREFIX}/rollouts/{{alias}}"
     tenant, key, admin = f"{PREFIX}/tenants/{{tenant}}", f"{PREFIX}/keys/{{key_id}}", f"{PREFIX}/admin-keys"
     table: list[tuple[str, str, type[Message], Call]] = [
         ("POST", f"{PREFIX}/tenants", pb.CreateTenantRequest, service.CreateTenant),
@@ -50,6 +55,15 @@ def create_admin_app(service: AccountService, admins: AdminKeys, others: Sequenc
         ("GET", admin, pb.ListAdminKeysRequest, service.ListAdminKeys),
         ("POST", f"{admin}/{{key_id}}/revoke", pb.RevokeAdminKeyRequest, service.RevokeAdminKey),
         ("GET", f"{PREFIX}/audit", pb.ListAuditRequest, service.ListAudit),
+        ("GET", f"{PREFIX}/routes", routes_pb.GetRoutesRequest, routing.GetRoutes),
+        ("PUT", f"{PREFIX}/routes", routes_pb.PutRoutesRequest, routing.PutRoutes),
+        ("GET", f"{PREFIX}/routes/history", routes_pb.ListRouteHistoryRequest, routing.ListRouteHistory),
+        ("POST", f"{PREFIX}/routes/restore", routes_pb.RestoreRoutesRequest, routing.RestoreRoutes),
+        ("POST", f"{rollout}/start", routes_pb.StartRolloutRequest, routing.StartRollout),
+        ("POST", f"{rollout}/promote", routes_pb.PromoteRolloutRequest, routing.PromoteRollout),
+        ("POST", f"{rollout}/pause", routes_pb.PauseRolloutRequest, routing.PauseRollout),
+        ("POST", f"{rollout}/resume", routes_pb.ResumeRolloutRequest, routing.ResumeRollout),
+        ("POST", f"{rollout}/rollback", routes_pb.RollBackRolloutRequest, routing.RollBackRollout),
     ]
 
     async def missing(request: Request, _error: Exception) -> Response:

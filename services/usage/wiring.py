@@ -15,6 +15,8 @@ import structlog
 from millrace.usage.v1 import (
     canary_service_pb2,
     canary_service_pb2_grpc,
+    route_service_pb2,
+    route_service_pb2_grpc,
     usage_service_pb2,
     usage_service_pb2_grpc,
 )
@@ -42,12 +44,14 @@ from services.usage.days import Days
 from services.usage.hot_copy import HotCopy
 from services.usage.price_service import PriceService
 from services.usage.rating import Rater
+from services.usage.route_log import RouteLog
+from services.usage.route_service import RouteService
 from services.usage.seals import Signer, open_signer
 from services.usage.service import UsageService
 from services.usage.store import Store, open_store
 from services.usage.usage_http import usage_routes
 
-_FILES = (usage_service_pb2.DESCRIPTOR, canary_service_pb2.DESCRIPTOR)
+_FILES = (usage_service_pb2.DESCRIPTOR, canary_service_pb2.DESCRIPTOR, route_service_pb2.DESCRIPTOR)
 _SERVICES = [service for file in _FILES for service in file.services_by_name.values()]
 SERVICE_NAMES = tuple(service.full_name for service in _SERVICES)
 CALLERS = {method.name: (OPERATOR,) for service in _SERVICES for method in service.methods}
@@ -66,6 +70,8 @@ class UsageApp:
         self.accounts = Accounts(store, self.hot_copy, clock)
         self.admins = AdminKeys(store, clock, config.admin_token)
         self.account_service = AccountService(self.accounts, self.admins, store)
+        self.route_log = RouteLog(store, RouteStore(self._redis), clock)
+        self.route_service = RouteService(self.route_log, self.admins, clock)
         self._http: HttpServer | None = None
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self.rater = Rater(store, clock)
@@ -106,7 +112,9 @@ class UsageApp:
             except OSError as error:
                 raise StartupError(f"The address {listen} cannot be bound: is the port taken?") from error
             self._http = HttpServer(
-                create_admin_app(self.account_service, self.admins, usage_routes(self.usage_service)),
+                create_admin_app(
+                    self.account_service, self.route_service, self.admins, usage_routes(self.usage_service)
+                ),
                 open_socket(self._config.admin_http_listen),
             )
             self._server = await start_server(
@@ -118,6 +126,7 @@ class UsageApp:
         self._http.start()
         self._spawn("consume", self.consumer.run())
         self._spawn("hot_copy", self.hot_copy.keep())
+        self._spawn("route_log", self.route_log.keep())
         self._spawn("rate", self.rater.run())
         self._spawn("seal_days", self.days.run())
         self._spawn("judge_canaries", self.canaries.run())
@@ -154,6 +163,7 @@ class UsageApp:
         prices = PriceService(self.rater, self.admins, self.hot_copy.mark_stale)
         usage_service_pb2_grpc.add_PriceServiceServicer_to_server(prices, server)
         usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
+        route_service_pb2_grpc.add_RouteServiceServicer_to_server(self.route_service, server)
         canaries = CanaryService(ProgressStore(self._redis), self.admins)
         canary_service_pb2_grpc.add_CanaryServiceServicer_to_server(canaries, server)
 
