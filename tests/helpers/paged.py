@@ -96,6 +96,7 @@ class PagedCase:
         padded = cut + [(len(self.requests) + 7, 10**6)] * self.padding
         tables = self.tables()
         return PagedBatch(
+            count=integers([self.token_count]),
             positions=integers([*self.positions(), *[10**6] * self.padding]),
             query_starts=integers(starts),
             tables=integers(tables).flatten(),
@@ -118,7 +119,7 @@ class PagedCase:
         ]
         return WritePlaces(
             positions=integers([*self.positions(), *[0] * self.padding]),
-            slots=torch.tensor([*slots, *[0] * self.padding], dtype=torch.int64, device=DEVICE),
+            slots=integers([*slots, *[0] * self.padding]),
             count=integers([len(slots)]),
         )
 

@@ -38,9 +38,11 @@ class PagedBatch:
     """Where T query tokens of R requests stand and where their keys and values lie; int32 tensors on the device.
 
     `positions` (T,) rise by one inside a request; `query_starts` (R + 1,) cut the tokens by request. Block `j` of
-    request `r` is `tables[r * stride + j]` with `stride = table_stride[0]`, which also bounds j.
+    request `r` is `tables[r * stride + j]` with `stride = table_stride[0]`, which also bounds j. Only the first
+    `count[0]` tokens are real.
     """
 
+    count: torch.Tensor
     positions: torch.Tensor
     query_starts: torch.Tensor
     tables: torch.Tensor
@@ -191,13 +193,12 @@ def _join(
     part_out: tl.tensor,
     part_max: tl.tensor,
     part_sum: tl.tensor,
-    query_starts: tl.tensor,
-    requests: tl.tensor,
+    count: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    if tl.program_id(0) >= tl.load(query_starts + requests):
+    if tl.program_id(0) >= tl.load(count):
         return
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     parts = row * PARTS + tl.arange(0, PARTS)
@@ -234,8 +235,7 @@ def paged_attention(
             scratch,
             stats[0],
             stats[1],
-            batch.query_starts,
-            len(batch.query_starts) - 1,
+            batch.count,
             HEAD_DIM=head_dim,
             DIM=_padded(head_dim),
             PARTS=parts,

@@ -62,7 +62,8 @@ def rotary_kv(
     cosine, sine = tables.cosines[at, None], tables.sines[at, None]
     first, second = turned.chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    blocks, offsets = places.slots[:count] // block_size, places.slots[:count] % block_size
+    slots = places.slots[:count].long()
+    blocks, offsets = slots // block_size, slots % block_size
     keys[blocks, :, :, offsets] = turned[:, -kv_heads:].to(keys.dtype)
     values[blocks, :, offsets] = value.to(values.dtype)
     query = torch.zeros((len(mixed), turned.shape[1] - kv_heads, head_dim), dtype=mixed.dtype, device=mixed.device)

@@ -31,7 +31,7 @@ class HeadNorms:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritePlaces:
-    """Where T tokens go: `positions` (T,) int32; `slots` (T,) int64, block × block_size + place in the block.
+    """Where T tokens go: `positions` (T,) int32; `slots` (T,) int32, block × block_size + place in the block.
 
     Only the first `count[0]` tokens are real: the others of a padded step write nothing, neither here nor there.
     """
@@ -89,7 +89,7 @@ def _rotate_and_write(
         tl.store(target + dims, low.to(query.dtype.element_ty), mask=is_dim)
         tl.store(target + HALF + dims, high.to(query.dtype.element_ty), mask=is_dim)
     else:
-        slot = tl.load(slots + token)
+        slot = tl.load(slots + token).to(tl.int64)
         place = slot // BLOCK_SIZE * block_stride + (head - HEADS) * head_stride
         offset = slot % BLOCK_SIZE
         target = keys + place + offset

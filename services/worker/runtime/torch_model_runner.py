@@ -192,7 +192,7 @@ def _wanted(row: ScheduledRequest, state: RequestState) -> Positions:
 
 
 def _pooled(hidden: torch.Tensor, row: ScheduledRequest, pool: MeanPool) -> SampledRow:
-    pool.add(hidden.numpy())
+    pool.add(hidden.cpu().numpy())
     return SampledRow(embedding=pool.unit_vector()) if row.samples else SampledRow()
 
 
