@@ -69,6 +69,7 @@ bench: $(STAMP) ## Run the benchmarks; results in benchmarks/results
 	$(PY) -m benchmarks.ledger
 	$(PY) -m benchmarks.export
 	$(PY) -m benchmarks.gateway
+	$(PY) -m benchmarks.disaggregation
 
 clean: ## Remove caches
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

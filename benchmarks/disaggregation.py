@@ -1,0 +1,182 @@
+"""Do long prompts hold up running chats less when another worker prefills them? Two worker processes either way.
+
+`python -m benchmarks.disaggregation` starts a stack of two aggregated workers, then one of a prefill and a decode
+worker, each with the embedded model: gaps between the tokens of running chats while prompts of about 1,200 tokens
+arrive, and what such a prompt waits for its first token when nothing runs. Writes
+`benchmarks/results/disaggregation.json`; takes about three minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+
+from benchmarks.results import save
+from cli.stack_state import demo_key
+
+LAYOUTS = {"aggregated": ("--workers", "2"), "disaggregated": ("--prefill", "1", "--decode", "1")}
+WORDS = ("river", "stone", "wheel", "gate", "field", "grain", "water", "mill", "road", "bridge", "market", "winter")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """`chats` streams of `chat_tokens` run while `prompts` of `prompt_words` arrive, one each `prompt_every_s`."""
+
+    chats: int = 4
+    chat_tokens: int = 400
+    prompts: int = 8
+    prompt_words: int = 1_150
+    prompt_every_s: float = 3.0
+    idle_prompts: int = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """Milliseconds. Gaps are between chunks of running chats, from the first long prompt to the end of the last."""
+
+    layout: str
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+    long_ttft_p50_ms: float
+    idle_ttft_p50_ms: float
+    gaps: int
+
+
+class Stack:
+    """One local stack in a home of its own."""
+
+    def __init__(self, model: str, layout: str) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="millrace-bench-")
+        ports = [str(_free_port()) for _ in range(2)]
+        self._env = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")}
+        self._env["MILLRACE_HOME"] = self._home.name
+        options = ("--model", model, *LAYOUTS[layout], "--port", ports[0], "--grpc-port", ports[1])
+        self._cli("up", *options, "--detach")
+        key = demo_key(Path(self._home.name))
+        headers = {"Authorization": f"Bearer {key}"}
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", headers=headers, timeout=120)
+
+    async def stop(self) -> None:
+        """Drain and remove it."""
+        await self.client.aclose()
+        self._cli("down")
+        self._home.cleanup()
+
+    def _cli(self, *arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "cli.main", *arguments], env=self._env, check=True, capture_output=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _prompt(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+async def chunk_times(client: httpx.AsyncClient, model: str, prompt: str, tokens: int) -> AsyncIterator[float]:
+    """When each chunk of an answer came. Raises RuntimeError when there is no answer."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if not response.is_success:
+            raise RuntimeError((await response.aread())[:200].decode(errors="replace"))
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                if '"error"' in line[:20]:
+                    raise RuntimeError(line[:200])
+                yield time.perf_counter()
+
+
+async def _first_token_s(client: httpx.AsyncClient, model: str, prompt: str) -> float:
+    start = time.perf_counter()
+    times = [at async for at in chunk_times(client, model, prompt, 2)]
+    return times[0] - start
+
+
+async def measure(layout: str, model: str, load: Load) -> Result:
+    """One stack, from its start to its end."""
+    stack, rng = Stack(model, layout), random.Random(7)
+    try:
+        client, name = stack.client, (await stack.client.get("/v1/models")).json()["data"][0]["id"]
+        await _first_token_s(client, name, _prompt(rng, load.prompt_words))
+        idle = [await _first_token_s(client, name, _prompt(rng, load.prompt_words)) for _ in range(load.idle_prompts)]
+        gaps, firsts = await _under_prompts(client, name, load, rng)
+    finally:
+        await stack.stop()
+    cuts = statistics.quantiles(gaps, n=100)
+    numbers = (cuts[49], cuts[98], max(gaps), statistics.median(firsts), statistics.median(idle))
+    return Result(layout, *(round(seconds * 1_000, 1) for seconds in numbers), len(gaps))
+
+
+async def _under_prompts(
+    client: httpx.AsyncClient, model: str, load: Load, rng: random.Random
+) -> tuple[list[float], list[float]]:
+    """Gaps of the chats and first tokens of the long prompts, in seconds."""
+    gaps: list[float] = []
+    arriving = asyncio.Event()
+    over = asyncio.Event()
+
+    async def chat(number: int) -> None:
+        while not over.is_set():
+            last: float | None = None
+            async for at in chunk_times(client, model, f"Chat {number}: {_prompt(rng, 20)}", load.chat_tokens):
+                if last is not None and arriving.is_set() and not over.is_set():
+                    gaps.append(at - last)
+                last = at
+                if over.is_set():
+                    return
+
+    chats = [asyncio.create_task(chat(number)) for number in range(load.chats)]
+    await asyncio.sleep(2.0)
+    arriving.set()
+    prompts = []
+    for _ in range(load.prompts):
+        prompts.append(asyncio.create_task(_first_token_s(client, model, _prompt(rng, load.prompt_words))))
+        await asyncio.sleep(load.prompt_every_s)
+    firsts = await asyncio.gather(*prompts)
+    over.set()
+    await asyncio.gather(*chats)
+    return gaps, firsts
+
+
+def main() -> None:
+    """Measure both layouts, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file; default benchmarks/results")
+    for field in dataclasses.fields(Load):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    given = vars(parser.parse_args())
+    model, out = given.pop("model"), given.pop("out")
+    load = Load(**given)
+    results = [dataclasses.asdict(asyncio.run(measure(layout, model, load))) for layout in LAYOUTS]
+    for result in results:
+        print(result)
+    print(save("disaggregation", {"model": model, **dataclasses.asdict(load)}, results, out))
+
+
+if __name__ == "__main__":
+    main()
