@@ -79,15 +79,15 @@ def test_an_event_says_how_fast_long_and_dear_its_answer_was() -> None:
     assert (seen.output_tokens, seen.cost_tokens, seen.failed, seen.refused) == (11, 16, False, False)
 
 
-def test_what_the_client_saw_counts_before_what_the_gateway_got() -> None:
+def test_an_answer_that_its_client_got_at_once_is_as_slow_as_it_was_made() -> None:
     told = event()
-    told.latency.first_token.FromMilliseconds(350)
-    told.latency.per_token.FromMilliseconds(41)
+    told.latency.first_token.FromMilliseconds(500)
+    told.latency.per_token.FromMilliseconds(0)
 
     seen = observation_of(told, MATCH)
 
     assert seen is not None
-    assert (seen.ttft_s, seen.tpot_s) == (pytest.approx(0.35), pytest.approx(0.041))
+    assert (seen.ttft_s, seen.tpot_s) == (pytest.approx(0.2), pytest.approx(0.03))
 
 
 def test_a_batch_has_no_time_to_first_token_and_a_short_answer_no_pace() -> None:

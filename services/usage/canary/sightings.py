@@ -75,8 +75,6 @@ def _ttft(event: pb.UsageEvent) -> float | None:
     interactive = event.priority_class == common_pb2.PRIORITY_CLASS_INTERACTIVE
     if not interactive:
         return None
-    if event.latency.HasField("first_token"):
-        return event.latency.first_token.ToNanoseconds() / 1e9
     if not event.times.HasField("first_token_time"):
         return None
     return max(0.0, _seconds(event, "first_token_time") - _seconds(event, "admit_time"))
@@ -86,9 +84,7 @@ def _tpot(event: pb.UsageEvent) -> float | None:
     tokens = max(event.choice_token_counts, default=0)
     if tokens < MIN_PACED_TOKENS or not event.times.HasField("first_token_time"):
         return None
-    if event.latency.HasField("per_token"):
-        return event.latency.per_token.ToNanoseconds() / 1e9
-    # What the gateway got, where it does not say what the client got.
+    # As the gateway got them: the client of an answer that is not streamed gets all of its tokens at once.
     return max(0.0, _seconds(event, "end_time") - _seconds(event, "first_token_time")) / (tokens - 1)
 
 
