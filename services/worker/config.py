@@ -62,7 +62,7 @@ class EngineSettings:
 
     `role`: `aggregated` does everything, `prefill` computes blocks of prompts for others, `decode` may have them so
     computed. Blocks of peers land in `kv_staging_bytes` of memory; each side gives up `kv_lease_ms` after the last sign
-    of the other.
+    of the other. `kv_transfer`: `nixl`, `grpc`, or `auto`, which is NIXL where it is installed and TLS is off.
 
     `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
     `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
@@ -74,6 +74,7 @@ class EngineSettings:
     role: WorkerRole = WorkerRole.AGGREGATED
     kv_staging_bytes: int = 128 << 20
     kv_lease_ms: int = 3_000
+    kv_transfer: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -91,6 +92,13 @@ class EngineSettings:
     speculation: SpeculationSetting = SpeculationSetting()
     max_draft_count: int = 4
     max_draft_batch: int = 4
+
+
+def parse_transfer(text: str) -> str:
+    """Raises ValueError for anything but the three names."""
+    if text not in ("auto", "grpc", "nixl"):
+        raise ValueError("expected auto, grpc or nixl")
+    return text
 
 
 def _fraction(text: str) -> float:
@@ -112,6 +120,7 @@ _KNOBS: dict[str, Callable[[str], _Knob]] = {
     "role": parse_role,
     "kv_staging_bytes": parse_positive,
     "kv_lease_ms": parse_positive,
+    "kv_transfer": parse_transfer,
     "max_model_len": parse_positive,
     "max_num_seqs": parse_positive,
     "max_num_batched_tokens": parse_positive,

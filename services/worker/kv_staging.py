@@ -34,6 +34,7 @@ class StagingArea:
         self._free = list(range(slot_count - 1, -1, -1))
         self._leased: set[int] = set()
         self._quarantined: set[int] = set()
+        self.is_closed = False
 
     @property
     def slot_count(self) -> int:
@@ -44,7 +45,9 @@ class StagingArea:
         return int(self.memory.shape[1])
 
     def lease(self, count: int) -> list[int]:
-        """Up to `count` slots for one request; none when all are taken."""
+        """Up to `count` slots for one request; none when all are taken, or while the area is closed."""
+        if self.is_closed:
+            return []
         slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
         self._leased.update(slots)
         return slots
@@ -61,11 +64,10 @@ class StagingArea:
             self._leased.remove(slot)
             self._quarantined.add(slot)
 
-    def settle(self, slots: Iterable[int]) -> None:
-        """Quarantined slots that nobody writes to any more. Raises KeyError for others."""
-        for slot in slots:
-            self._quarantined.remove(slot)
-            self._free.append(slot)
+    def settle(self) -> None:
+        """Nobody writes to quarantined slots any more: all of them are free."""
+        self._free += self._quarantined
+        self._quarantined.clear()
 
     def read(self, slot: int) -> bytes:
         """A copy of what the slot holds."""

@@ -36,9 +36,14 @@ class BlockSender(Protocol):
 
 
 class KVTransfer(Protocol):
-    """One way to move blocks. `name` labels metrics."""
+    """One way to move blocks. `name` labels metrics.
+
+    `is_one_sided`: the sender writes into slots by itself. A slot is then certain to be written no more only when the
+    sender has said that it ended, or after `fence`.
+    """
 
     name: str
+    is_one_sided: bool
 
     def offer(self, start: pb.PrefillStart) -> None:
         """As receiver: add to the request what a sender needs to write into the staging area."""
@@ -50,6 +55,10 @@ class KVTransfer(Protocol):
 
     async def sender(self, start: pb.PrefillStart, write: Write) -> BlockSender:
         """As sender: get ready for one request; `write` puts messages into its stream. Raises TransferError."""
+        ...
+
+    async def fence(self) -> None:
+        """As receiver: cut off every sender, so that nothing that is under way can land any more."""
         ...
 
     async def close(self) -> None:

@@ -89,7 +89,7 @@ class PrefillDesk:
         metrics: PeerMetrics,
         clock: Clock,
     ) -> None:
-        """`transfers` in the order of preference."""
+        """`transfers` in the order of preference, gRPC last."""
         self._identity = identity
         self._layout = layout_message(layout, block_size=identity.block_size)
         self._batch = max(1, BATCH_BYTES // layout.block_bytes)
@@ -233,7 +233,6 @@ class PrefillDesk:
             async with lock:
                 await write(message)
 
-        transfer = next(each for each in self._transfers if each.accepts(session.start))
         sender: BlockSender | None = None
         tasks = [
             asyncio.create_task(self._read(session, requests)),
@@ -241,10 +240,10 @@ class PrefillDesk:
         ]
         try:
             async with asyncio.timeout(session.lease_s) as session.lease:
-                accepted = pb.PrefillAccepted(worker_instance=self._identity.instance)
+                transport, sender = await self._sender(session.start, write_in_turn)
+                accepted = pb.PrefillAccepted(worker_instance=self._identity.instance, transport=transport)
                 await write_in_turn(pb.PrefillResponse(accepted=accepted))
                 crash_point("prefill.after_accept")
-                sender = await transfer.sender(session.start, write_in_turn)
                 last = await self._push(session, sender, write_in_turn)
                 await sender.close()
                 await write_in_turn(last)
@@ -257,15 +256,25 @@ class PrefillDesk:
             if sender is not None:
                 await sender.close()
 
+    async def _sender(self, start: pb.PrefillStart, write: Write) -> tuple[str, BlockSender]:
+        """The first transport that can reach the asker. The last one always can."""
+        for transfer in self._transfers[:-1]:
+            try:
+                if transfer.accepts(start):
+                    return transfer.name, await transfer.sender(start, write)
+            except TransferError as error:
+                structlog.get_logger().warning("transfer_unavailable", transport=transfer.name, detail=str(error))
+        return self._transfers[-1].name, await self._transfers[-1].sender(start, write)
+
     async def _push(self, session: _Session, sender: BlockSender, write: Write) -> pb.PrefillResponse:
         """Send blocks as they are computed; returns the last message."""
         sent, spent = session.start.held_block_count, 0.0
         try:
             while sent < session.block_count:
+                if session.ended is not None:
+                    return session.ended.message
                 batch = session.take(self._batch)
                 if not batch:
-                    if session.ended is not None:
-                        return session.ended.message
                     await session.wake.wait()
                     session.wake.clear()
                     continue
@@ -287,6 +296,8 @@ class PrefillDesk:
             session.renew()
             if message.renew.slots and self._session(session.name) is session:
                 self._grant(session, message.renew.slots)
+        session.end(pb.PREFILL_REFUSAL_CANCELLED, "The asker left.")
+        self._close(session)
 
     async def _pulse(self, session: _Session, write: Write) -> None:
         while True:

@@ -36,6 +36,7 @@ from services.worker.load_reporter import LoadBoard, WorkerIdentity, wait_for
 from services.worker.prefill_desk import BATCH_BYTES
 
 MAX_CHANNELS = 64
+FENCE_POLL_S = 0.02
 # A peer may take so many times what prompts of this length took, and this long at least, before the work is done here;
 # before anything was measured, this long. At most the share of the time to the deadline.
 PATIENCE_FACTOR, MIN_PATIENCE_S, FIRST_PATIENCE_S, DEADLINE_SHARE = 4.0, 5.0, 60.0, 0.5
@@ -98,7 +99,11 @@ class _Fetch:
         self.granted = set(slots)
         self.freed: list[int] = []
         self.block_count = 0
-        self.is_settled = False
+        # The peer has said that it writes no more, or was never asked.
+        self.is_settled = True
+        self.transport = ""
+        self.call: _Call | None = None
+        self.reading: asyncio.Task[object] | None = None
         # What the engine said to the blocks so far.
         self.outcome = ImportOutcome.WAITING
         self.told = asyncio.Event()
@@ -161,6 +166,7 @@ class RemotePrefills:
         self._channels = _Channels(dial)
         self._asked: dict[Name, _Asked] = {}
         self._fetches: dict[Name, tuple[_Fetch, asyncio.Task[None]]] = {}
+        self._fencing: asyncio.Task[None] | None = None
         self._tokens_per_s: float | None = None
         self._note_staging()
 
@@ -199,7 +205,9 @@ class RemotePrefills:
 
     async def close(self) -> None:
         """End every call and close the channels."""
-        await end_tasks(task for _, task in self._fetches.values())
+        await end_tasks([task for _, task in self._fetches.values()])
+        if self._fencing is not None:
+            await end_tasks([self._fencing])
         await self._channels.close()
 
     # --- one request, step by step -------------------------------------------------------------------------------
@@ -220,17 +228,35 @@ class RemotePrefills:
     def _end(self, name: Name) -> None:
         """However the task ended, and were it before it began."""
         fetch, _ = self._fetches.pop(name)
-        self._reception.staging.release(fetch.slots)
+        staging = self._reception.staging
+        risky = fetch.granted if self._reception.transfer.is_one_sided and not fetch.is_settled else set()
+        staging.quarantine(risky)
+        staging.release(slot for slot in fetch.slots if slot not in risky)
         self._note_staging()
+        if risky and not staging.is_closed:
+            staging.is_closed = True
+            self._fencing = asyncio.create_task(self._fence())
+
+    async def _fence(self) -> None:
+        """Nobody says whether quarantined slots are still written to: cut all off, once nobody else has a slot."""
+        staging = self._reception.staging
+        while staging.counts().leased:
+            await self._clock.sleep(FENCE_POLL_S)
+        await self._reception.transfer.fence()
+        staging.settle()
+        staging.is_closed = False
+        self._note_staging()
+        structlog.get_logger().info("staging_fenced")
 
     async def _run(self, fetch: _Fetch, asked: _Asked) -> None:
         """Blocks, or word that none will come; raises nothing but CancelledError, when the request has ended."""
         reception, began, outcome = self._reception, self._clock.monotonic(), "cancelled"
+        fetch.transport = reception.transfer.name
         span = tracer().start_span(
             "worker.transfer",
             context=context_from(asked.traceparent),
             kind=SpanKind.CLIENT,
-            attributes={"millrace.request_id": fetch.name[0], "millrace.transport": reception.transfer.name},
+            attributes={"millrace.request_id": fetch.name[0]},
         )
         try:
             await self._fetch(fetch, asked, traceparent_of(span))
@@ -244,9 +270,11 @@ class RemotePrefills:
             structlog.get_logger().warning("prefill_fell_back", request_id=fetch.name[0], cause=outcome)
             span.set_attribute("error.type", outcome)
         finally:
+            await self._leave(fetch)
+            span.set_attribute("millrace.transport", fetch.transport)
             size = fetch.block_count * reception.layout.block_bytes
             seconds = self._clock.monotonic() - began
-            self._metrics.transferred(reception.transfer.name, outcome, received_bytes=size, seconds=seconds)
+            self._metrics.transferred(fetch.transport, outcome, received_bytes=size, seconds=seconds)
             if outcome == "imported":
                 tokens = len(fetch.prefill.full_hashes) * self._identity.block_size
                 self._note_rate(tokens / max(seconds, 1e-6))
@@ -271,13 +299,14 @@ class RemotePrefills:
     async def _call(self, fetch: _Fetch, asked: _Asked, traceparent: str) -> None:
         stub = self._channels.stub(asked.address)
         await self._channels.trim()
-        call = stub.Prefill(metadata=(("traceparent", traceparent),) if traceparent else ())
+        call = fetch.call = stub.Prefill(metadata=(("traceparent", traceparent),) if traceparent else ())
+        fetch.is_settled = False
         renewing: asyncio.Task[None] | None = None
         try:
             await call.write(pb.PrefillRequest(start=self._start_message(fetch, asked.request)))
             renewing = asyncio.create_task(self._renew(fetch, call))
             while not fetch.is_settled:
-                await self._take(fetch, await self._read(call))
+                await self._take(fetch, await self._read(fetch, call))
         except (_FallBack, grpc.aio.AioRpcError):
             # All blocks are in: how the call ends does not matter any more.
             if fetch.outcome is not ImportOutcome.READY:
@@ -285,15 +314,39 @@ class RemotePrefills:
         finally:
             if renewing is not None:
                 await end_tasks([renewing])
-            call.cancel()
 
-    async def _read(self, call: _Call) -> pb.PrefillResponse:
-        """The peer's next message. Raises _FallBack when it says nothing for a lease, or has gone."""
+    async def _leave(self, fetch: _Fetch) -> None:
+        """End the call. A peer that writes by itself is asked to say when it has ended; else its slots are risky."""
+        if fetch.call is None:
+            return
+        try:
+            if fetch.transport == self._reception.transfer.name and self._reception.transfer.is_one_sided:
+                await fetch.call.done_writing()
+                while not fetch.is_settled:
+                    message = await self._read(fetch, fetch.call)
+                    fetch.is_settled = message.WhichOneof("message") in ("done", "refused")
+            else:
+                fetch.is_settled = True
+        except (_FallBack, grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            structlog.get_logger().warning("peer_left_unsettled", request_id=fetch.name[0])
+        finally:
+            fetch.call.cancel()
+            if fetch.reading is not None:
+                await end_tasks([fetch.reading])
+
+    async def _read(self, fetch: _Fetch, call: _Call) -> pb.PrefillResponse:
+        """The peer's next message. Raises _FallBack when it says nothing for a lease, or has gone.
+
+        A read that is cancelled would cancel the whole call: the peer must be let to say its last word.
+        """
+        if fetch.reading is None:
+            fetch.reading = asyncio.create_task(_next(call))
         try:
             async with asyncio.timeout(self._reception.lease_s):
-                message = await call.read()
+                message = await asyncio.shield(fetch.reading)
         except TimeoutError:
             raise _FallBack("silent") from None
+        fetch.reading = None
         if not isinstance(message, pb.PrefillResponse):
             raise _FallBack("peer_lost")
         return message
@@ -301,6 +354,8 @@ class RemotePrefills:
     async def _take(self, fetch: _Fetch, message: pb.PrefillResponse) -> None:
         """One answer of the peer. Raises _FallBack when no more blocks will come, ValueError for nonsense."""
         match message.WhichOneof("message"):
+            case "accepted":
+                fetch.transport = message.accepted.transport
             case "part":
                 fetch.take_part(message.part)
             case "landed":
@@ -377,3 +432,7 @@ class RemotePrefills:
 
     def _note_staging(self) -> None:
         self._metrics.staging(self._reception.staging.counts())
+
+
+async def _next(call: _Call) -> object:
+    return await call.read()

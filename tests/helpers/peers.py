@@ -85,7 +85,7 @@ def fallbacks(rig: WorkerRig) -> dict[str, int]:
 
 def peer_config(role: WorkerRole, **engine: object) -> WorkerConfig:
     """Prompts are computed 32 tokens a step."""
-    return echo_config(**{"role": role, "max_prefill_chunk": 32, **engine})
+    return echo_config(**{"role": role, "max_prefill_chunk": 32, "kv_transfer": "grpc", **engine})
 
 
 @contextlib.asynccontextmanager

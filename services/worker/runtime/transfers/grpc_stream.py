@@ -19,6 +19,7 @@ class GrpcTransfer:
     """See `KVTransfer`."""
 
     name = "grpc"
+    is_one_sided = False
 
     def offer(self, start: pb.PrefillStart) -> None:
         """Nothing to add."""
@@ -30,6 +31,9 @@ class GrpcTransfer:
     async def sender(self, start: pb.PrefillStart, write: Write) -> BlockSender:
         """See `KVTransfer.sender`."""
         return _StreamSender(write)
+
+    async def fence(self) -> None:
+        """What comes late is dropped with its stream."""
 
     async def close(self) -> None:
         """Nothing is held."""

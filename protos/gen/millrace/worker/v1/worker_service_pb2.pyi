@@ -75,6 +75,8 @@ class _PrefillRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Prefil
     PREFILL_REFUSAL_INVALID: _PrefillRefusal.ValueType  # 7
     PREFILL_REFUSAL_EXPIRED: _PrefillRefusal.ValueType  # 8
     PREFILL_REFUSAL_FAILED: _PrefillRefusal.ValueType  # 9
+    PREFILL_REFUSAL_CANCELLED: _PrefillRefusal.ValueType  # 10
+    """The asker said that it leaves."""
 
 class PrefillRefusal(_PrefillRefusal, metaclass=_PrefillRefusalEnumTypeWrapper):
     """PrefillRefusal says why a peer does not compute or deliver (any more)."""
@@ -89,6 +91,8 @@ PREFILL_REFUSAL_STALE_EPOCH: PrefillRefusal.ValueType  # 6
 PREFILL_REFUSAL_INVALID: PrefillRefusal.ValueType  # 7
 PREFILL_REFUSAL_EXPIRED: PrefillRefusal.ValueType  # 8
 PREFILL_REFUSAL_FAILED: PrefillRefusal.ValueType  # 9
+PREFILL_REFUSAL_CANCELLED: PrefillRefusal.ValueType  # 10
+"""The asker said that it leaves."""
 Global___PrefillRefusal: _TypeAlias = PrefillRefusal  # noqa: Y015
 
 @_typing.final
@@ -1069,6 +1073,7 @@ class PrefillStart(_message.Message):
     REMAINING_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    NIXL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     epoch: _builtins.int
     worker_instance: _builtins.str
@@ -1095,6 +1100,10 @@ class PrefillStart(_message.Message):
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Places of the asker's that may be written, one block each; more come by PrefillRenew."""
 
+    @_builtins.property
+    def nixl(self) -> Global___NixlTarget:
+        """For a sender that writes into slots by itself; absent where blocks come by the stream only."""
+
     def __init__(
         self,
         *,
@@ -1112,14 +1121,45 @@ class PrefillStart(_message.Message):
         remaining: _duration_pb2.Duration | None = ...,
         lease: _duration_pb2.Duration | None = ...,
         slots: _abc.Iterable[_builtins.int] | None = ...,
+        nixl: Global___NixlTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "lease", b"lease", "model", b"model", "remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "lease", b"lease", "model", b"model", "nixl", b"nixl", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "held_block_count", b"held_block_count", "layout", b"layout", "lease", b"lease", "model", b"model", "priority_class", b"priority_class", "remaining", b"remaining", "request_id", b"request_id", "slots", b"slots", "tenant", b"tenant", "token_ids", b"token_ids", "weight", b"weight", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "epoch", b"epoch", "held_block_count", b"held_block_count", "layout", b"layout", "lease", b"lease", "model", b"model", "nixl", b"nixl", "priority_class", b"priority_class", "remaining", b"remaining", "request_id", b"request_id", "slots", b"slots", "tenant", b"tenant", "token_ids", b"token_ids", "weight", b"weight", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillStart: _TypeAlias = PrefillStart  # noqa: Y015
+
+@_typing.final
+class NixlTarget(_message.Message):
+    """NixlTarget is where slots lie: slot n at base_address + n * slot_byte_count of the agent's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    AGENT_METADATA_FIELD_NUMBER: _builtins.int
+    BASE_ADDRESS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    agent: _builtins.str
+    agent_metadata: _builtins.bytes
+    base_address: _builtins.int
+    slot_byte_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        agent: _builtins.str = ...,
+        agent_metadata: _builtins.bytes = ...,
+        base_address: _builtins.int = ...,
+        slot_byte_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "agent_metadata", b"agent_metadata", "base_address", b"base_address", "slot_byte_count", b"slot_byte_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NixlTarget: _TypeAlias = NixlTarget  # noqa: Y015
 
 @_typing.final
 class KVLayout(_message.Message):
@@ -1228,15 +1268,19 @@ class PrefillAccepted(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
     worker_instance: _builtins.str
+    transport: _builtins.str
+    """How blocks will come: "grpc" or "nixl"."""
     def __init__(
         self,
         *,
         worker_instance: _builtins.str = ...,
+        transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transport", b"transport", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
