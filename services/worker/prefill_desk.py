@@ -7,6 +7,7 @@ or when its blocks have landed, whichever comes first; then the engine lets go o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
@@ -57,6 +58,7 @@ class _Session:
         self.slots: deque[int] = deque()
         self.blocks: deque[KVBlock] = deque()
         self.computed_count = 0
+        self.is_told = False
         self.ended: _Refused | None = None
         self.wake = asyncio.Event()
 
@@ -114,6 +116,10 @@ class PrefillDesk:
         except _Refused as refused:
             structlog.get_logger().info("prefill_refused", request_id=first.start.request_id, detail=str(refused))
             await write(refused.message)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(MAX_LEASE_S):
+                    async for _ in requests:
+                        pass
             return
         attributes = {"millrace.request_id": first.start.request_id, "millrace.tenant": first.start.tenant}
         with tracer().start_as_current_span("worker.peer_prefill", attributes=attributes, record_exception=False):
@@ -247,7 +253,13 @@ class PrefillDesk:
                 last = await self._push(session, sender, write_in_turn)
                 await sender.close()
                 await write_in_turn(last)
+                session.is_told = True
+                self._close(session)
+                # What a caller has not read yet is lost to it once the call is over: the asker ends it.
+                await asyncio.shield(tasks[0])
         except TimeoutError:
+            if session.is_told:
+                return
             self._metrics.orphans(session.computed_count)
             structlog.get_logger().warning("prefill_lease_over", request_id=session.start.request_id)
             raise DeadlineExceeded("The asker's lease ran out.") from None

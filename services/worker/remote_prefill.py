@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections import OrderedDict
 
 import grpc
 import numpy as np
 import structlog
 from millrace.worker.v1 import worker_service_pb2 as pb
-from millrace.worker.v1 import worker_service_pb2_grpc
 from opentelemetry.trace import SpanKind
 
 from services.common.clock import Clock
@@ -33,15 +31,14 @@ from services.worker.kv_moves import ImportBlocks, ImportFailed, Name
 from services.worker.kv_staging import StagingArea
 from services.worker.kv_transport import Reception, layout_message, share_of
 from services.worker.load_reporter import LoadBoard, WorkerIdentity, wait_for
+from services.worker.peer_fetch import Call, PeerChannels, PeerFetch
 from services.worker.prefill_desk import BATCH_BYTES
 
-MAX_CHANNELS = 64
 FENCE_POLL_S = 0.02
 # A peer may take so many times what prompts of this length took, and this long at least, before the work is done here;
 # before anything was measured, this long. At most the share of the time to the deadline.
 PATIENCE_FACTOR, MIN_PATIENCE_S, FIRST_PATIENCE_S, DEADLINE_SHARE = 4.0, 5.0, 60.0, 0.5
 _RATE_WEIGHT = 0.25
-_Call = grpc.aio.StreamStreamCall[pb.PrefillRequest, pb.PrefillResponse]
 
 
 class _FallBack(Exception):
@@ -59,88 +56,6 @@ class _Asked:
     request: EngineRequest
     address: str
     traceparent: str
-
-
-class _Channels:
-    """Channels to peers by address, those longest unused closed first."""
-
-    def __init__(self, dial: Dial) -> None:
-        self._dial = dial
-        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
-
-    def stub(self, address: str) -> worker_service_pb2_grpc.WorkerServiceAsyncStub:
-        """To call the worker at `address`."""
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = self._channels[address] = self._dial(address)
-        self._channels.move_to_end(address)
-        return worker_service_pb2_grpc.WorkerServiceStub(channel)
-
-    async def trim(self) -> None:
-        """Keep `MAX_CHANNELS`."""
-        while len(self._channels) > MAX_CHANNELS:
-            _, oldest = self._channels.popitem(last=False)
-            await oldest.close()
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
-
-
-class _Fetch:
-    """One request's staging slots, and what has come so far."""
-
-    def __init__(self, prefill: RemotePrefill, staging: StagingArea, slots: list[int]) -> None:
-        self.name: Name = (prefill.key.request_id, prefill.key.epoch)
-        self.prefill = prefill
-        self.slots = slots
-        # Slots that the peer may write; the others wait to be granted (again).
-        self.granted = set(slots)
-        self.freed: list[int] = []
-        self.block_count = 0
-        # The peer has said that it writes no more, or was never asked.
-        self.is_settled = True
-        self.transport = ""
-        self.call: _Call | None = None
-        self.reading: asyncio.Task[object] | None = None
-        # What the engine said to the blocks so far.
-        self.outcome = ImportOutcome.WAITING
-        self.told = asyncio.Event()
-        self.wake = asyncio.Event()
-        self._staging = staging
-
-    def tell(self, outcome: ImportOutcome) -> None:
-        """The engine has taken blocks in, or has not. An orphan's request has ended, which ends this too."""
-        if outcome is not ImportOutcome.ORPHAN:
-            self.outcome = outcome
-            self.told.set()
-
-    def take_part(self, part: pb.KVPart) -> None:
-        """Raises ValueError for a part of a slot that is not granted."""
-        if part.slot not in self.granted:
-            raise ValueError("a part of a slot that was not granted")
-        self._staging.write(part.slot, part.offset, part.data)
-
-    def take_landed(self, landed: pb.KVLanded) -> tuple[KVBlock, ...]:
-        """Copies of the blocks, in order; their slots can be granted again. Raises ValueError for other slots."""
-        blocks = []
-        for block in landed.blocks:
-            if block.slot not in self.granted:
-                raise ValueError("a block in a slot that was not granted")
-            self.granted.remove(block.slot)
-            self.freed.append(block.slot)
-            blocks.append(KVBlock(block.full_hash, self._staging.read(block.slot), block.checksum))
-        self.block_count += len(blocks)
-        return tuple(blocks)
-
-    def take_freed(self) -> list[int]:
-        """Slots to grant again, as long as blocks are missing."""
-        freed, self.freed = self.freed, []
-        missing = len(self.prefill.full_hashes) - self.block_count - len(self.granted)
-        again = freed[: max(0, missing)]
-        self.granted.update(again)
-        return again
 
 
 class RemotePrefills:
@@ -163,9 +78,9 @@ class RemotePrefills:
         self._board = board
         self._metrics = metrics
         self._clock = clock
-        self._channels = _Channels(dial)
+        self._channels = PeerChannels(dial)
         self._asked: dict[Name, _Asked] = {}
-        self._fetches: dict[Name, tuple[_Fetch, asyncio.Task[None]]] = {}
+        self._fetches: dict[Name, tuple[PeerFetch, asyncio.Task[None]]] = {}
         self._fencing: asyncio.Task[None] | None = None
         self._tokens_per_s: float | None = None
         self._note_staging()
@@ -219,7 +134,7 @@ class RemotePrefills:
             return
         staging = self._reception.staging
         share = share_of(staging, batch_bytes=BATCH_BYTES)
-        fetch = _Fetch(prefill, staging, staging.lease(min(len(prefill.full_hashes), share)))
+        fetch = PeerFetch(prefill, staging, staging.lease(min(len(prefill.full_hashes), share)))
         self._note_staging()
         task = asyncio.create_task(self._run(fetch, asked))
         self._fetches[name] = (fetch, task)
@@ -248,7 +163,7 @@ class RemotePrefills:
         self._note_staging()
         structlog.get_logger().info("staging_fenced")
 
-    async def _run(self, fetch: _Fetch, asked: _Asked) -> None:
+    async def _run(self, fetch: PeerFetch, asked: _Asked) -> None:
         """Blocks, or word that none will come; raises nothing but CancelledError, when the request has ended."""
         reception, began, outcome = self._reception, self._clock.monotonic(), "cancelled"
         fetch.transport = reception.transfer.name
@@ -280,7 +195,7 @@ class RemotePrefills:
                 self._note_rate(tokens / max(seconds, 1e-6))
             span.end()
 
-    async def _fetch(self, fetch: _Fetch, asked: _Asked, traceparent: str) -> None:
+    async def _fetch(self, fetch: PeerFetch, asked: _Asked, traceparent: str) -> None:
         """Return when all blocks are in, or the request is gone. Raises _FallBack."""
         if not fetch.slots:
             raise _FallBack("no_staging")
@@ -296,7 +211,7 @@ class RemotePrefills:
             structlog.get_logger().warning("prefill_broke_protocol", detail=str(error))
             raise _FallBack("broken_protocol") from None
 
-    async def _call(self, fetch: _Fetch, asked: _Asked, traceparent: str) -> None:
+    async def _call(self, fetch: PeerFetch, asked: _Asked, traceparent: str) -> None:
         stub = self._channels.stub(asked.address)
         await self._channels.trim()
         call = fetch.call = stub.Prefill(metadata=(("traceparent", traceparent),) if traceparent else ())
@@ -315,7 +230,7 @@ class RemotePrefills:
             if renewing is not None:
                 await end_tasks([renewing])
 
-    async def _leave(self, fetch: _Fetch) -> None:
+    async def _leave(self, fetch: PeerFetch) -> None:
         """End the call. A peer that writes by itself is asked to say when it has ended; else its slots are risky."""
         if fetch.call is None:
             return
@@ -334,7 +249,7 @@ class RemotePrefills:
             if fetch.reading is not None:
                 await end_tasks([fetch.reading])
 
-    async def _read(self, fetch: _Fetch, call: _Call) -> pb.PrefillResponse:
+    async def _read(self, fetch: PeerFetch, call: Call) -> pb.PrefillResponse:
         """The peer's next message. Raises _FallBack when it says nothing for a lease, or has gone.
 
         A read that is cancelled would cancel the whole call: the peer must be let to say its last word.
@@ -351,7 +266,7 @@ class RemotePrefills:
             raise _FallBack("peer_lost")
         return message
 
-    async def _take(self, fetch: _Fetch, message: pb.PrefillResponse) -> None:
+    async def _take(self, fetch: PeerFetch, message: pb.PrefillResponse) -> None:
         """One answer of the peer. Raises _FallBack when no more blocks will come, ValueError for nonsense."""
         match message.WhichOneof("message"):
             case "accepted":
@@ -371,7 +286,7 @@ class RemotePrefills:
                 name = pb.PrefillRefusal.Name(message.refused.refusal)
                 raise _FallBack("refused_" + name.removeprefix("PREFILL_REFUSAL_").lower())
 
-    async def _import(self, fetch: _Fetch, blocks: tuple[KVBlock, ...]) -> None:
+    async def _import(self, fetch: PeerFetch, blocks: tuple[KVBlock, ...]) -> None:
         fetch.told.clear()
         self._engine.move(ImportBlocks(fetch.name, blocks))
         await fetch.told.wait()
@@ -379,7 +294,7 @@ class RemotePrefills:
             raise _FallBack("spoilt")
         fetch.wake.set()
 
-    async def _renew(self, fetch: _Fetch, call: _Call) -> None:
+    async def _renew(self, fetch: PeerFetch, call: Call) -> None:
         """Keep the peer's lease, and grant slots again, until cancelled or the call is over."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
@@ -387,7 +302,7 @@ class RemotePrefills:
                 fetch.wake.clear()
                 await call.write(pb.PrefillRequest(renew=pb.PrefillRenew(slots=fetch.take_freed())))
 
-    def _start_message(self, fetch: _Fetch, request: EngineRequest) -> pb.PrefillStart:
+    def _start_message(self, fetch: PeerFetch, request: EngineRequest) -> pb.PrefillStart:
         prefill, identity, reception = fetch.prefill, self._identity, self._reception
         end = prefill.start + len(prefill.full_hashes) * identity.block_size
         known = np.concatenate((request.prompt_token_ids, request.choices[0].output_token_ids))
@@ -425,7 +340,7 @@ class RemotePrefills:
         known = self._tokens_per_s
         self._tokens_per_s = tokens_per_s if known is None else known + _RATE_WEIGHT * (tokens_per_s - known)
 
-    def _note_transfer(self, fetch: _Fetch, seconds: float) -> None:
+    def _note_transfer(self, fetch: PeerFetch, seconds: float) -> None:
         rate = fetch.block_count * self._reception.layout.block_bytes / max(seconds, 1e-6)
         known = self._board.transfer_rate
         self._board.transfer_rate = rate if known is None else known + _RATE_WEIGHT * (rate - known)
@@ -434,5 +349,5 @@ class RemotePrefills:
         self._metrics.staging(self._reception.staging.counts())
 
 
-async def _next(call: _Call) -> object:
+async def _next(call: Call) -> object:
     return await call.read()

@@ -122,7 +122,7 @@ class NixlTransfer:
 
     def release(self, handle: Any, slots: Sequence[int]) -> None:
         """The sender is done with these."""
-        if handle is not None:
+        if handle is not None and self._agent is not None:
             self._agent.release_xfer_handle(handle)
         self._source.release(slots)
 
@@ -150,10 +150,12 @@ class NixlTransfer:
             raise TransferError(f"NIXL cannot be used ({type(error).__name__})") from error
 
     def _close(self) -> None:
+        if self._agent is None:
+            return
         for agent in list(self._remotes):
             self.forget(agent)
         self._agent.deregister_memory(self._registered)
-        del self._agent, self._registered
+        self._agent = self._registered = None
 
 
 class _NixlSender:
