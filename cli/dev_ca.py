@@ -6,6 +6,7 @@ For one machine. A fleet takes its certificates from its own authority, in the f
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from pathlib import Path
 
 from cryptography import x509
@@ -30,17 +31,21 @@ class DevAuthority:
         builder = builder.issuer_name(self._name).add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
         self.certificate = builder.sign(self._key, hashes.SHA256())
 
-    def issue(self, folder: Path, role: str, lifetime: datetime.timedelta = LIFETIME) -> Path:
+    def issue(
+        self, folder: Path, role: str, lifetime: datetime.timedelta = LIFETIME, *, address: str | None = None
+    ) -> Path:
         """Write ca.crt, tls.crt and tls.key of a role into `folder`, readable by its owner only; returns it.
 
-        A negative lifetime makes a certificate that has expired.
+        A negative lifetime makes a certificate that has expired. `address` is an IP address that it is valid for too.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         now = datetime.datetime.now(datetime.UTC)
         start = min(now, now + lifetime) - _SKEW
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Millrace {role}")])
-        names = [x509.DNSName(host_of(role)), x509.UniformResourceIdentifier(uri_of(role))]
+        names: list[x509.GeneralName] = [x509.DNSName(host_of(role)), x509.UniformResourceIdentifier(uri_of(role))]
+        if address is not None:
+            names.append(x509.IPAddress(ipaddress.ip_address(address)))
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = _certificate(name, key.public_key(), start, now + lifetime).issuer_name(self._name)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), False)

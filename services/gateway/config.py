@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.common.config import parse_address, parse_positive, setting
+from services.common.redis_client import REDIS_URL, parse_redis_url
 from services.gateway.targets import LatencyTargets, parse_targets
 
 
@@ -34,7 +35,7 @@ def parse_queue(text: str) -> QueueSettings:
 class GatewayConfig:
     """Effective settings; `MILLRACE_<FIELD>` sets each."""
 
-    redis_url: str = setting("redis://127.0.0.1:6379/0", help="Redis of queues, limits and keys", secret=True)
+    redis_url: str = setting(REDIS_URL, parse=parse_redis_url, help="Redis of queues, limits and keys", secret=True)
     http_listen: str = setting("127.0.0.1:8000", parse=parse_address, help="Address of the OpenAI HTTP API")
     grpc_listen: str = setting("127.0.0.1:8001", parse=parse_address, help="Address of the gRPC API")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")

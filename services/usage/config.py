@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
+from services.common.redis_client import REDIS_URL, parse_redis_url
 from services.usage.accounts import check_secret
 from services.usage.store import parse_database_url
 
@@ -13,7 +14,9 @@ from services.usage.store import parse_database_url
 class UsageConfig:
     """Everything the usage service can be told from outside."""
 
-    redis_url: str = setting("redis://127.0.0.1:6379/0", secret=True, help="Redis of usage streams and key copies")
+    redis_url: str = setting(
+        REDIS_URL, parse=parse_redis_url, secret=True, help="Redis of usage streams and key copies"
+    )
     database_url: str = setting(
         "sqlite:///usage.sqlite3",
         parse=parse_database_url,

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
+from services.common.redis_client import REDIS_URL, parse_redis_url
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -177,7 +178,7 @@ def parse_name(text: str) -> str:
 class WorkerConfig:
     """Everything a worker can be told from outside."""
 
-    redis_url: str = setting("redis://127.0.0.1:6379/0", secret=True, help="Redis of registry and terminals")
+    redis_url: str = setting(REDIS_URL, parse=parse_redis_url, secret=True, help="Redis of registry and terminals")
     grpc_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port (0 = any) or unix:/path")
     advertise: str = setting("", help="address that routers and gateways dial; empty means the bound one")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")

