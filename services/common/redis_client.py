@@ -30,7 +30,7 @@ class _ToMaster(SentinelManagedConnection):
 
     async def _connect(self) -> None:
         await _find_master(self)
-        await super()._connect()
+        await super()._connect()  # type: ignore[no-untyped-call]
 
 
 class _SecureToMaster(SentinelManagedSSLConnection):
@@ -38,7 +38,7 @@ class _SecureToMaster(SentinelManagedSSLConnection):
 
     async def _connect(self) -> None:
         await _find_master(self)
-        await super()._connect()
+        await super()._connect()  # type: ignore[no-untyped-call]
 
 
 class _Watching(aioredis.Redis):
