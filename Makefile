@@ -65,6 +65,7 @@ docs: $(STAMP) ## Regenerate docs/{errors,metrics,configuration}.md
 bench: $(STAMP) ## Run the benchmarks; results in benchmarks/results
 	$(PY) -m benchmarks.scheduler
 	$(PY) -m benchmarks.routing
+	$(PY) -m benchmarks.router
 	$(PY) -m benchmarks.engine
 	$(PY) -m benchmarks.ledger
 	$(PY) -m benchmarks.export

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from benchmarks.results import machine, save
+from benchmarks.results import cpu_ms, machine, save
 from services.common.admission_store import AdmissionStore
 from services.common.lifecycle import new_ulid
 from services.common.redis_client import connect
@@ -45,7 +45,6 @@ model_list:
   - model_name: echo
     litellm_params: {{model: openai/echo, api_base: "http://127.0.0.1:{port}/v1", api_key: none}}
 """
-_TICKS_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,13 +84,8 @@ class Target:
 
     def cpu_ms(self) -> tuple[float, float]:
         """Processor time so far: of the process, and of all."""
-        own = _cpu_ms(self.pid) if self.pid else 0.0
-        return own, own + sum(map(_cpu_ms, self.behind))
-
-
-def _cpu_ms(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICKS_MS
+        own = cpu_ms(self.pid) if self.pid else 0.0
+        return own, own + sum(map(cpu_ms, self.behind))
 
 
 # Latencies in milliseconds, sorted, and how many requests failed.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_TICKS_MS = 1000 / os.sysconf("SC_CLK_TCK")
 
 
 def save(
@@ -50,6 +51,12 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def cpu_ms(pid: int) -> float:
+    """Processor time so far of a process, in milliseconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICKS_MS
 
 
 def _cpu() -> str:

@@ -1,0 +1,240 @@
+"""One router process: requests a second from the queue to a worker's acceptance and recorded ownership, and its growth.
+
+Real Redis, a router of its own process, workers in this one that take every Submit at once and show it within 5 ms. The
+queue is full before the workers show room; the time is that until no request is without an owner. `router_cpu_us` is
+the router's own processor time a request and says most on a busy machine. Then, on an idle stack of the echo model with
+all services in this process: the time from the last byte of a body handed to the gateway's connection until a worker
+has accepted the request, one request after the other. Prints tables, writes `benchmarks/results/router.json`.
+Never run by tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from millrace.worker.v1 import worker_service_pb2
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from benchmarks.results import cpu_ms, save
+from services.common.admission_store import AdmissionStore
+from services.common.admission_types import PoolCaps, Queued
+from services.common.redis_client import connect
+from services.common.telemetry import setup_telemetry
+from tests.helpers.admission import POOL, make_entry
+from tests.helpers.fake_worker import FakeWorker, until
+from tests.helpers.four_services import KEY, four_services
+from tests.helpers.redis import RedisProcess
+
+ROOT = Path(__file__).parents[1]
+# (tenants, workers): growth with the one, then with the other.
+SIZES = ((1, 16), (100, 16), (10_000, 16), (100, 1), (100, 256))
+PROMPT_TOKENS = 256
+SLOTS = 256
+SHOWN_AFTER_S = 0.005
+REGISTER_PERIOD_S = 1.5
+ENQUEUE_TOGETHER = 64
+CAPS = PoolCaps(requests=1_000_000, tokens=10**12, bytes=1 << 40, tenant_requests=1_000_000, predicted_wait_ms=10**9)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Throughput:
+    """One measurement of claim → accepted → owned."""
+
+    tenants: int
+    workers: int
+    requests: int
+    per_second: int
+    router_cpu_us: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Idle:
+    """Milliseconds from body received to submit accepted."""
+
+    requests: int
+    p50_ms: float
+    p99_ms: float
+
+
+class EagerWorker(FakeWorker):
+    """Takes every request and ends it at once; no room until `slots` says so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"worker-{number}", slots=0)
+        self.watched = asyncio.Event()
+        self.taken = 0
+        self._showing = False
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_service_pb2.WatchResponse]:
+        """Say that a router listens, then as ever."""
+        self.watched.set()
+        async for view in super().Watch(request, context):
+            yield view
+
+    async def Submit(
+        self, request: worker_service_pb2.SubmitRequest, context: Any
+    ) -> worker_service_pb2.SubmitResponse:
+        """Accept; the next view comes with those of its neighbours."""
+        self.taken += 1
+        if not self._showing:
+            self._showing = True
+            asyncio.get_running_loop().call_later(SHOWN_AFTER_S, self._show)
+        return worker_service_pb2.SubmitResponse(
+            request_id=request.entry.request_id, epoch=request.epoch, worker_instance=self.instance, accepted=True
+        )
+
+    def _show(self) -> None:
+        self._showing = False
+        self.change()
+
+
+@contextlib.contextmanager
+def router_process(redis_url: str) -> Iterator[int]:
+    """A router as an operator starts it; gives its process id."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protos" / "gen")])}
+    environment |= {"MILLRACE_REDIS_URL": redis_url, "MILLRACE_LOG_LEVEL": "error", "GRPC_VERBOSITY": "NONE"}
+    with subprocess.Popen([sys.executable, "-m", "services.router"], env=environment) as process:
+        try:
+            yield process.pid
+        finally:
+            process.terminate()
+
+
+@contextlib.asynccontextmanager
+async def eager_workers(store: AdmissionStore, count: int) -> AsyncIterator[list[EagerWorker]]:
+    """Workers whose leases are kept."""
+    workers = [EagerWorker(number) for number in range(count)]
+
+    async def keep() -> None:
+        while True:
+            await asyncio.gather(*(worker.register(store) for worker in workers))
+            await asyncio.sleep(REGISTER_PERIOD_S)
+
+    for worker in workers:
+        await worker.start()
+    async with asyncio.TaskGroup() as tasks:
+        keeper = tasks.create_task(keep())
+        try:
+            yield workers
+        finally:
+            keeper.cancel()
+            await asyncio.gather(*(worker.kill() for worker in workers))
+
+
+async def fill(store: AdmissionStore, requests: int, tenants: int) -> None:
+    """Queue as many requests of each tenant."""
+    numbers = iter(range(requests))
+
+    async def some() -> None:
+        for number in numbers:
+            entry = make_entry(f"r{number}", f"tenant-{number % tenants}", prompt=PROMPT_TOKENS)
+            if not isinstance(await store.enqueue(POOL, entry, CAPS, remaining_ms=600_000), Queued):
+                raise SystemExit("a request was refused that should have been queued")
+
+    await asyncio.gather(*(some() for _ in range(ENQUEUE_TOGETHER)))
+
+
+async def is_empty(store: AdmissionStore) -> bool:
+    """No request is without an owner."""
+    return await store.count_queued(POOL) == 0
+
+
+async def throughput(redis: RedisProcess, *, tenants: int, workers: int, requests: int) -> Throughput:
+    """One router, one full queue. Raises SystemExit when a request was submitted twice or never."""
+    redis.flush()
+    requests = max(requests, tenants)
+    client = connect(redis.url)
+    store = AdmissionStore(client)
+    try:
+        await fill(store, requests, tenants)
+        with router_process(redis.url) as pid:
+            async with eager_workers(store, workers) as served:
+                async with asyncio.timeout(30):
+                    await asyncio.gather(*(worker.watched.wait() for worker in served))
+                cpu, began = cpu_ms(pid), time.perf_counter()
+                for worker in served:
+                    worker.slots = SLOTS
+                    worker.change()
+                await until(lambda: is_empty(store), timeout_s=60)
+                spent, used = time.perf_counter() - began, cpu_ms(pid) - cpu
+        taken = sum(worker.taken for worker in served)
+        if taken != requests:
+            raise SystemExit(f"{taken} submits were accepted of {requests} requests")
+    finally:
+        await client.aclose()
+    return Throughput(tenants, workers, requests, round(requests / spent), round(used * 1000 / requests, 1))
+
+
+async def idle(redis: RedisProcess, count: int) -> Idle:
+    """One request after the other through gateway and router to an echo worker."""
+    redis.flush()
+    spans = InMemorySpanExporter()
+    telemetry = setup_telemetry("bench", instance="bench", log_level="error", span_exporter=spans)
+    body = json.dumps({"model": "echo", "prompt": "one two three four", "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    taken: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with four_services(redis.url, Path(folder)) as client:
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+            for _ in range(count + 20):
+                spans.clear()
+                sent = time.time_ns()
+                writer.write(head.encode() + body)
+                answer = await reader.readuntil(b"\r\n\r\n")
+                if not answer.startswith(b"HTTP/1.1 200"):
+                    raise SystemExit(f"the gateway answered {answer.splitlines()[0].decode()}")
+                length = next(line for line in answer.lower().splitlines() if line.startswith(b"content-length:"))
+                await reader.readexactly(int(length.partition(b":")[2]))
+                [accepted] = [s.end_time for s in spans.get_finished_spans() if s.name == "router.submit"]
+                taken.append(((accepted or 0) - sent) / 1e6)
+            writer.close()
+    telemetry.shutdown()
+    measured = sorted(taken[20:])
+    return Idle(count, round(statistics.median(measured), 2), round(measured[int(count * 0.99)], 2))
+
+
+def table(rows: Sequence[Any]) -> str:
+    """Markdown of results of one kind."""
+    columns = [field.name for field in dataclasses.fields(rows[0])]
+    lines = ["| " + " | ".join(str(value) for value in dataclasses.astuple(each)) + " |" for each in rows]
+    return "\n".join(["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *lines])
+
+
+async def run(requests: int, idle_requests: int) -> tuple[list[Throughput], Idle]:
+    """Everything, on one Redis."""
+    redis = RedisProcess(append_only=False).start()
+    try:
+        rows = [await throughput(redis, tenants=t, workers=w, requests=requests) for t, w in SIZES]
+        return rows, await idle(redis, idle_requests)
+    finally:
+        redis.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2_000, help="requests a measurement, at least one a tenant")
+    parser.add_argument("--idle-requests", type=int, default=300)
+    arguments = parser.parse_args()
+    rows, latency = asyncio.run(run(arguments.requests, arguments.idle_requests))
+    print(f"{table(rows)}\n\n{table([latency])}")
+    config = {**vars(arguments), "prompt_tokens": PROMPT_TOKENS, "slots": SLOTS}
+    print(save("router", config, [*map(dataclasses.asdict, rows), {"idle": dataclasses.asdict(latency)}]))
+
+
+if __name__ == "__main__":
+    main()
