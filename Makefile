@@ -71,6 +71,7 @@ bench: $(STAMP) ## Run the benchmarks; results in benchmarks/results
 	$(PY) -m benchmarks.export
 	$(PY) -m benchmarks.gateway
 	$(PY) -m benchmarks.disaggregation
+	$(PY) -m benchmarks.transfer
 
 clean: ## Remove caches
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
