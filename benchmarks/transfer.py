@@ -1,7 +1,7 @@
-"""Keys and values from one process to another: GB/s of both transports by block size, with the embedded model's layout.
+"""Blocks from one process to another: GB/s of both transports by block size, with the embedded model's layout.
 
-`python -m benchmarks.transfer` moves blocks in the batches in which workers send them, and says that each has landed; no
-model runs. Prints a table and writes `benchmarks/results/transfer.json`; takes less than a minute.
+`python -m benchmarks.transfer` moves blocks in batches as workers do, and says that each has landed; no model runs.
+Prints a table and writes `benchmarks/results/transfer.json`; takes less than a minute.
 """
 
 from __future__ import annotations
