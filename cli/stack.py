@@ -176,6 +176,7 @@ def lay_out(options: StackOptions) -> StackLayout:
             label, [sys.executable, "-m", f"services.{name}"], _environment(name, shared | listen | settings)
         )
 
+    usage, doors = f"unix:{run / 'usage'}.sock", {"http_listen": http, "grpc_listen": grpc}
     database = f"sqlite:///{options.home / 'usage' / 'ledger.sqlite3'}"
     quiet = {"metrics_listen": "127.0.0.1:0"}
     accounts = {"database_url": database, "bootstrap_key": key, "admin_token": admin_token(options.home)}
@@ -186,8 +187,6 @@ def lay_out(options: StackOptions) -> StackLayout:
         specs += [service("worker", settings, f"{kind}{number}") for number in range(1, count + 1)]
     specs += [
         service("router", quiet),
-        service("gateway", {"http_listen": http, "grpc_listen": grpc, "cache_secret": cache_secret}),
+        service("gateway", doors | {"usage_address": usage, "cache_secret": cache_secret}),
     ]
-    return StackLayout(
-        tuple(specs), f"http://{http}", grpc, f"unix:{run / 'usage'}.sock", f"unix:{run / 'router'}.sock", key
-    )
+    return StackLayout(tuple(specs), f"http://{http}", grpc, usage, f"unix:{run / 'router'}.sock", key)

@@ -20,7 +20,11 @@ from services.common.errors import PermissionDenied, StoreUnavailable, Unauthent
 CACHE_S = 2.0
 LAST_KNOWN_GOOD_S = 60.0
 MAX_SECRET_CHARS = 256
-INFERENCE = "inference"
+INFERENCE, USAGE_READ = "inference", "usage:read"
+_DENIED = {
+    INFERENCE: "This API key may not ask for inference.",
+    USAGE_READ: "This API key may not read usage.",
+}
 _MAX_CACHED = 8_192
 
 
@@ -46,12 +50,12 @@ class CachedKeyRing:
         self._cache: OrderedDict[bytes, _Known] = OrderedDict()
         self._asking: dict[bytes, asyncio.Future[_Known]] = {}
 
-    async def authenticate(self, authorization: str | None) -> KeyRecord:
+    async def authenticate(self, authorization: str | None, scope: str = INFERENCE) -> KeyRecord:
         """The key behind `Bearer <secret>`. Raises Unauthenticated, PermissionDenied for a key of another scope, or
         StoreUnavailable when it cannot be known."""
-        return await self.of_digest(digest_of(authorization))
+        return await self.of_digest(digest_of(authorization), scope)
 
-    async def of_digest(self, digest: bytes) -> KeyRecord:
+    async def of_digest(self, digest: bytes, scope: str = INFERENCE) -> KeyRecord:
         """The key whose secret has this digest: for work that outlives its request. Raises as `authenticate`."""
         known = self._cache.get(digest)
         if known is None or self._clock.monotonic() - known.read_at >= CACHE_S:
@@ -64,8 +68,8 @@ class CachedKeyRing:
             raise Unauthenticated("The API key was revoked.")
         if key.expires_at is not None and self._clock.wall() >= key.expires_at:
             raise Unauthenticated("The API key has expired.")
-        if INFERENCE not in key.scopes:
-            raise PermissionDenied("This API key may not ask for inference.")
+        if scope not in key.scopes:
+            raise PermissionDenied(_DENIED[scope])
         return key
 
     async def _ask(self, digest: bytes, known: _Known | None) -> _Known:

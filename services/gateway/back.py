@@ -27,7 +27,7 @@ from services.common.metrics import Metrics
 from services.common.redis_client import connect
 from services.common.route_store import RouteStore
 from services.common.route_watch import RouteWatch
-from services.common.tls import WORKER, load_tls
+from services.common.tls import USAGE, WORKER, load_tls
 from services.gateway.admission import AdmissionGenerator
 from services.gateway.auth import CachedKeyRing
 from services.gateway.config import GatewayConfig
@@ -35,11 +35,12 @@ from services.gateway.entries import AdmissionSettings
 from services.gateway.live_requests import LiveTable
 from services.gateway.mirror import MirroringGenerator
 from services.gateway.model_directory import WorkerDirectory
-from services.gateway.outbox import Outbox
+from services.gateway.outbox import OUTBOX_BYTES, Outbox
 from services.gateway.publisher import UsagePublisher
 from services.gateway.redis_ports import CancelBus, LedgerCommits
 from services.gateway.store_effects import StoreEffects
 from services.gateway.tasks import Tasks
+from services.gateway.usage_reader import UsageReader
 from services.gateway.watchdogs import Watchdogs
 from services.gateway.worker_pool import WorkerPool
 
@@ -66,6 +67,7 @@ class BackParts:
     effects: StoreEffects
     bus: CancelBus
     admission: AdmissionSettings
+    usage: UsageReader
 
 
 class Back:
@@ -140,6 +142,7 @@ class Back:
         with contextlib.suppress(StoreUnavailable):
             await parts.store.deregister_gateway(parts.instance)
         await parts.publisher.close()
+        await parts.usage.close()
         await parts.outbox.close()
         await parts.redis.aclose()
 
@@ -157,7 +160,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
     table = LiveTable(clock)
     dial = dialler(tls, WORKER)
     pool = WorkerPool(instance, table, clock, dial)
-    outbox = Outbox(Path(config.data_dir), instance, max_bytes=config.outbox_max_bytes, clock=clock)
+    outbox = Outbox(Path(config.data_dir), instance, max_bytes=OUTBOX_BYTES, clock=clock)
     publisher = UsagePublisher(store, outbox, LedgerCommits(redis), clock)
     routes = RouteWatch(RouteStore(redis), Path(config.data_dir) / "routes.json")
     directory = WorkerDirectory(dial=dial, routes=lambda: routes.table)
@@ -183,6 +186,7 @@ def build_parts(config: GatewayConfig, clock: Clock, instance: str) -> BackParts
         effects=effects,
         bus=CancelBus(redis, instance, clock),
         admission=settings,
+        usage=UsageReader(config.usage_address, dialler(tls, USAGE)),
     )
 
 

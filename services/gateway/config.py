@@ -40,12 +40,10 @@ class GatewayConfig:
     grpc_listen: str = setting("127.0.0.1:8001", parse=parse_address, help="Address of the gRPC API")
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
     advertise: str = setting("", help="Address under which other gateways reach this one; default the bound gRPC one")
+    usage_address: str = setting("", help="Address of the usage service, for gRPC `GetUsage`; empty for none")
     data_dir: str = setting("millrace-gateway", help="Folder of the usage outbox")
     store_dir: str = setting(
         "", help="Folder of responses, files, batches, shared by gateways; default: data_dir/store"
-    )
-    outbox_max_bytes: int = setting(
-        67_108_864, parse=parse_positive, help="Size of the usage outbox at which new work is refused"
     )
     cache_secret: str = setting(
         "", help="Platform secret that prefix-cache salts derive from; the same on every gateway", secret=True

@@ -9,6 +9,7 @@ from services.gateway.batch_store import BatchStore, FileStore
 from services.gateway.generation import Generator, KeyRing, ModelDirectory
 from services.gateway.response_store import ResponseStore
 from services.gateway.resumable import ResumableAnswers
+from services.gateway.usage_reader import UsageReader
 from services.gateway.validation import Validator
 
 
@@ -25,3 +26,4 @@ class FrontParts:
     responses: ResponseStore
     files: FileStore
     batches: BatchStore
+    usage: UsageReader

@@ -189,8 +189,9 @@ class ModelDirectory(Protocol):
 class KeyRing(Protocol):
     """Who calls."""
 
-    async def authenticate(self, authorization: str | None) -> KeyRecord:
-        """The key behind `Bearer <secret>`. Raises Unauthenticated, or StoreUnavailable when it cannot be known."""
+    async def authenticate(self, authorization: str | None, scope: str = "inference") -> KeyRecord:
+        """The key behind `Bearer <secret>`. Raises Unauthenticated, PermissionDenied for a key of another scope, or
+        StoreUnavailable when it cannot be known."""
         ...
 
     async def of_digest(self, digest: bytes) -> KeyRecord:

@@ -12,10 +12,12 @@ import grpc
 from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
+from millrace.gateway.v1 import usage_sums_pb2 as usage_pb
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import Cancelled, InvalidRequest, Unsupported
 from services.gateway.answering import ending_of
+from services.gateway.auth import INFERENCE, USAGE_READ
 from services.gateway.embedding import Embedder
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import Generation, ValidRequest
@@ -41,7 +43,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GatewayService(pb_grpc.GatewayServiceServicer):
-    """Generate, Embed, ListModels, Cancel, and Continue for other gateways."""
+    """Generate, Embed, ListModels, Cancel, GetUsage, and Continue for other gateways."""
 
     def __init__(self, parts: FrontParts) -> None:
         self._generator = parts.generator
@@ -50,6 +52,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         self._clock = parts.clock
         self._answers = parts.answers
         self._validator = parts.validator
+        self._usage = parts.usage
         self._embedder = Embedder(parts.generator, self._validator)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -61,7 +64,9 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         key = await self._key(context)
         if any(name == "idempotency-key" for name, _ in context.invocation_metadata() or ()):
             raise Unsupported("`idempotency-key` is served over HTTP only.", param="idempotency-key")
-        draft = dataclasses.replace(_draft(request, context.time_remaining()), session=_session(context))
+        draft = dataclasses.replace(
+            _draft(request, context.time_remaining()), session=_sent(context, SESSION_METADATA) or ""
+        )
         valid = await self._validator.validate(key, draft)
         generation = await self._generator.start(key, valid)
         ending = ending_of(Cancelled("The client went away."))
@@ -123,6 +128,11 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         key = await self._key(context)
         return pb.CancelResponse(cancelled=await self._generator.cancel(key, request.request_id))
 
+    async def GetUsage(self, request: usage_pb.GetUsageRequest, context: Context) -> usage_pb.GetUsageResponse:
+        """Sums of the usage of the key's tenant. Raises PermissionDenied for a key without the scope `usage:read`."""
+        key = await self._key(context, USAGE_READ)
+        return await self._usage.read(key.tenant, request, _sent(context, "authorization") or "")
+
     async def Continue(self, request: pb.ContinueRequest, context: Context) -> AsyncIterator[pb.ContinueResponse]:
         """An HTTP answer that this gateway holds, for another gateway. Raises NotFound, IdempotencyConflict."""
         key = await self._key(context)
@@ -135,14 +145,14 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
                     headers = [pb.AnswerHeader(name=name, value=value) for name, value in part.headers]
                     yield pb.ContinueResponse(head=pb.AnswerHead(status=part.status, headers=headers))
 
-    async def _key(self, context: Context) -> KeyRecord:
-        sent = [v for k, v in context.invocation_metadata() or () if k == "authorization" and isinstance(v, str)]
-        return await self._keyring.authenticate(sent[0] if len(sent) == 1 else None)
+    async def _key(self, context: Context, scope: str = INFERENCE) -> KeyRecord:
+        return await self._keyring.authenticate(_sent(context, "authorization"), scope)
 
 
-def _session(context: Context) -> str:
-    sent = [v for k, v in context.invocation_metadata() or () if k == SESSION_METADATA and isinstance(v, str)]
-    return sent[0] if len(sent) == 1 else ""
+def _sent(context: Context, name: str) -> str | None:
+    """The metadata of this name where it was sent once."""
+    sent = [v for k, v in context.invocation_metadata() or () if k == name and isinstance(v, str)]
+    return sent[0] if len(sent) == 1 else None
 
 
 def _draft(request: pb.GenerateRequest, remaining_s: float | None) -> RequestDraft:

@@ -26,6 +26,8 @@ from services.gateway.outbox_file import pack_record, read_records
 
 SYNC_INTERVAL_S = 0.020
 SEGMENT_BYTES = 4_194_304
+# At this size new work is refused.
+OUTBOX_BYTES = 67_108_864
 _TERMINAL, _RESOLVED = b"T", b"R"
 
 

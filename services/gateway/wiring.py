@@ -109,6 +109,7 @@ class GatewayApp:
             self._responses,
             FileStore(self._database, self._store_dir / "files", parts.clock, Limits()),
             BatchStore(self._database, Limits()),
+            parts.usage,
         )
         app = create_app(front, metrics=parts.metrics, ready=back.ready)
         self._http = HttpServer(app, opened)

@@ -31,7 +31,7 @@ from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
 from services.common.route_store import RouteStore
-from services.common.tls import OPERATOR, access, load_tls
+from services.common.tls import GATEWAY, OPERATOR, access, load_tls
 from services.usage.account_service import AccountService
 from services.usage.accounts import Accounts
 from services.usage.admin_http import create_admin_app
@@ -54,7 +54,9 @@ from services.usage.usage_http import usage_routes
 _FILES = (usage_service_pb2.DESCRIPTOR, canary_service_pb2.DESCRIPTOR, route_service_pb2.DESCRIPTOR)
 _SERVICES = [service for file in _FILES for service in file.services_by_name.values()]
 SERVICE_NAMES = tuple(service.full_name for service in _SERVICES)
-CALLERS = {method.name: (OPERATOR,) for service in _SERVICES for method in service.methods}
+CALLERS = {method.name: (OPERATOR,) for service in _SERVICES for method in service.methods} | {
+    "QueryUsage": (OPERATOR, GATEWAY)
+}
 
 
 class UsageApp:

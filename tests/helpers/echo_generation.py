@@ -21,11 +21,13 @@ from starlette.types import ASGIApp, Message
 
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
-from services.common.errors import ModelNotFound, NotFound, NoWorker, Unauthenticated
+from services.common.errors import ModelNotFound, NotFound, NoWorker, PermissionDenied, Unauthenticated
+from services.common.grpc_client import open_channel
 from services.common.metrics import Metrics
 from services.common.redis_client import connect
 from services.gateway import template_child
 from services.gateway.app import create_app
+from services.gateway.auth import INFERENCE
 from services.gateway.batch_store import BatchStore, FileStore, batch_database
 from services.gateway.chat_template import ChatTemplate
 from services.gateway.front_parts import FrontParts
@@ -38,6 +40,7 @@ from services.gateway.reasoning import reasoning_markers
 from services.gateway.response_store import ResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
+from services.gateway.usage_reader import UsageReader
 from services.gateway.validation import Validator
 from tests.helpers.fake_clock import FakeClock
 
@@ -291,17 +294,19 @@ class FakeKeyRing:
     def __init__(self, **keys: KeyRecord) -> None:
         self._keys = keys or {"secret": key()}
 
-    async def of_digest(self, digest: bytes) -> KeyRecord:
+    async def of_digest(self, digest: bytes, scope: str = INFERENCE) -> KeyRecord:
         for secret, found in self._keys.items():
             if hashlib.sha256(secret.encode()).digest() == digest:
                 return found
         raise Unauthenticated("The API key is not valid.")
 
-    async def authenticate(self, authorization: str | None) -> KeyRecord:
+    async def authenticate(self, authorization: str | None, scope: str = INFERENCE) -> KeyRecord:
         scheme, _, secret = (authorization or "").partition(" ")
         found = self._keys.get(secret) if scheme == "Bearer" else None
         if found is None:
             raise Unauthenticated("The API key is not valid.")
+        if scope not in found.scopes:
+            raise PermissionDenied("This API key has another scope.")
         return found
 
 
@@ -447,6 +452,7 @@ def front_parts(
         responses if responses is not None else MemoryResponses(),
         FileStore(database, folder / "files", clock, Limits()),
         BatchStore(database, Limits()),
+        UsageReader("", open_channel),
     )
 
 

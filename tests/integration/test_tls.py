@@ -10,7 +10,9 @@ from typing import Any
 import grpc
 import pytest
 import redis.asyncio as aioredis
+from millrace.gateway.v1.usage_sums_pb2 import GetUsageRequest, GetUsageResponse
 from millrace.router.v1 import router_service_pb2
+from millrace.usage.v1 import canary_service_pb2, route_service_pb2
 from millrace.usage.v1 import usage_service_pb2 as pb
 from millrace.usage.v1 import usage_service_pb2_grpc as pb_grpc
 from millrace.worker.v1 import worker_service_pb2
@@ -21,11 +23,12 @@ from cli.redis_acl import RULES, acl_file
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import KeyRecord, Ownership, QuotaLimits, Reserve, Spent, WorkerRecord
 from services.common.errors import MillraceError, PermissionDenied
-from services.common.grpc_client import error_from_rpc, open_channel
+from services.common.grpc_client import dialler, error_from_rpc, open_channel
 from services.common.lifecycle import StartupError
 from services.common.redis_client import connect
-from services.common.tls import OPERATOR, ROLES, USAGE, WORKER, Tls, load_tls
+from services.common.tls import GATEWAY, OPERATOR, ROLES, USAGE, WORKER, Tls, load_tls
 from services.gateway.idempotency_store import IdempotencyStore
+from services.gateway.usage_reader import UsageReader
 from services.router.wiring import CALLERS as ROUTER_CALLERS
 from services.usage.config import UsageConfig
 from services.usage.wiring import CALLERS as USAGE_CALLERS
@@ -115,13 +118,24 @@ async def test_a_server_of_another_role_than_the_one_dialled_is_not_spoken_to(
     assert not isinstance(await failure(app.address, mine, WORKER), PermissionDenied)
 
 
+async def test_a_gateways_certificate_reads_usage(app: UsageApp, authority: DevAuthority, tmp_path: Path) -> None:
+    mine = tls_of(authority.issue(tmp_path / "mine", GATEWAY))
+    reader = UsageReader(app.address, dialler(mine, USAGE))
+
+    answer = await reader.read("acme", GetUsageRequest(group_by=["day"]), f"Bearer {ROOT}")
+    await reader.close()
+
+    assert answer == GetUsageResponse()
+
+
 def test_every_method_between_services_names_who_may_call_it() -> None:
-    for file, callers in (
-        (pb, USAGE_CALLERS),
-        (router_service_pb2, ROUTER_CALLERS),
-        (worker_service_pb2, WORKER_CALLERS),
+    for files, callers in (
+        ((pb, canary_service_pb2, route_service_pb2), USAGE_CALLERS),
+        ((router_service_pb2,), ROUTER_CALLERS),
+        ((worker_service_pb2,), WORKER_CALLERS),
     ):
-        methods = {method.name for service in file.DESCRIPTOR.services_by_name.values() for method in service.methods}
+        services = [service for file in files for service in file.DESCRIPTOR.services_by_name.values()]
+        methods = {method.name for service in services for method in service.methods}
         assert methods == set(callers)
         assert all(roles and set(roles) <= set(ROLES) for roles in callers.values())
 

@@ -15,6 +15,7 @@ from grpc_status import rpc_status
 from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
+from millrace.gateway.v1 import usage_sums_pb2
 
 from services.common.errors import MillraceError, QueueFull, WorkerLost
 from services.common.grpc_server import start_server
@@ -71,6 +72,7 @@ async def test_each_method_asks_for_a_key() -> None:
             stub.Embed(pb.EmbedRequest(model="tiny")),
             stub.ListModels(pb.ListModelsRequest()),
             stub.Cancel(pb.CancelRequest(request_id=REQUEST_ID)),
+            stub.GetUsage(usage_sums_pb2.GetUsageRequest()),
             stub.ListModels(pb.ListModelsRequest(), metadata=(*METADATA, *METADATA)),
         ):
             code, info = await failure(call)

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from millrace.gateway.v1 import gateway_service_pb2 as millrace_dot_gateway_dot_v1_dot_gateway__service__pb2
+from millrace.gateway.v1 import usage_sums_pb2 as millrace_dot_gateway_dot_v1_dot_usage__sums__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -56,6 +57,11 @@ class GatewayServiceStub:
                 request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelRequest.SerializeToString,
                 response_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/millrace.gateway.v1.GatewayService/GetUsage',
+                request_serializer=millrace_dot_gateway_dot_v1_dot_usage__sums__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=millrace_dot_gateway_dot_v1_dot_usage__sums__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.Continue = channel.unary_stream(
                 '/millrace.gateway.v1.GatewayService/Continue',
                 request_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.ContinueRequest.SerializeToString,
@@ -95,6 +101,13 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """Sums of the usage of the caller's tenant, for a key of scope `usage:read`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Continue(self, request, context):
         """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
         other with their client's own key. NOT_FOUND when this gateway does not hold it.
@@ -125,6 +138,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelRequest.FromString,
                     response_serializer=millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=millrace_dot_gateway_dot_v1_dot_usage__sums__pb2.GetUsageRequest.FromString,
+                    response_serializer=millrace_dot_gateway_dot_v1_dot_usage__sums__pb2.GetUsageResponse.SerializeToString,
             ),
             'Continue': grpc.unary_stream_rpc_method_handler(
                     servicer.Continue,
@@ -242,6 +260,33 @@ class GatewayService:
             '/millrace.gateway.v1.GatewayService/Cancel',
             millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelRequest.SerializeToString,
             millrace_dot_gateway_dot_v1_dot_gateway__service__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.gateway.v1.GatewayService/GetUsage',
+            millrace_dot_gateway_dot_v1_dot_usage__sums__pb2.GetUsageRequest.SerializeToString,
+            millrace_dot_gateway_dot_v1_dot_usage__sums__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

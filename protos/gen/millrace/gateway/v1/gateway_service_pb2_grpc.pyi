@@ -6,6 +6,7 @@ The client's door over gRPC: the same validator, the same answers and the same e
 from collections import abc as _abc
 from grpc import aio as _aio
 from millrace.gateway.v1 import gateway_service_pb2 as _gateway_service_pb2
+from millrace.gateway.v1 import usage_sums_pb2 as _usage_sums_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -42,6 +43,8 @@ class GatewayServiceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]
     Cancel: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]
     """Cancels a running or queued request of the caller's tenant."""
+    GetUsage: _grpc.UnaryUnaryMultiCallable[_usage_sums_pb2.GetUsageRequest, _usage_sums_pb2.GetUsageResponse]
+    """Sums of the usage of the caller's tenant, for a key of scope `usage:read`."""
     Continue: _grpc.UnaryStreamMultiCallable[_gateway_service_pb2.ContinueRequest, _gateway_service_pb2.ContinueResponse]
     """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
     other with their client's own key. NOT_FOUND when this gateway does not hold it.
@@ -61,6 +64,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]  # type: ignore[assignment]
     Cancel: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a running or queued request of the caller's tenant."""
+    GetUsage: _aio.UnaryUnaryMultiCallable[_usage_sums_pb2.GetUsageRequest, _usage_sums_pb2.GetUsageResponse]  # type: ignore[assignment]
+    """Sums of the usage of the caller's tenant, for a key of scope `usage:read`."""
     Continue: _aio.UnaryStreamMultiCallable[_gateway_service_pb2.ContinueRequest, _gateway_service_pb2.ContinueResponse]  # type: ignore[assignment]
     """An HTTP answer of the caller's tenant that this gateway holds, after an event that the client has. Gateways ask each
     other with their client's own key. NOT_FOUND when this gateway does not hold it.
@@ -101,6 +106,14 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_service_pb2.CancelResponse, _abc.Awaitable[_gateway_service_pb2.CancelResponse]]:
         """Cancels a running or queued request of the caller's tenant."""
+
+    @_abc_1.abstractmethod
+    def GetUsage(
+        self,
+        request: _usage_sums_pb2.GetUsageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_sums_pb2.GetUsageResponse, _abc.Awaitable[_usage_sums_pb2.GetUsageResponse]]:
+        """Sums of the usage of the caller's tenant, for a key of scope `usage:read`."""
 
     @_abc_1.abstractmethod
     def Continue(
