@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from cli import admin_key, audit, bench, chat, down, evaluate, key, price, rollout, status, tenant, up, usage
+from cli import admin_key, audit, bench, chat, down, evaluate, key, price, release, rollout, status, tenant, up, usage
 
 app = typer.Typer(
     name="millrace",
@@ -24,6 +24,7 @@ app.add_typer(key.app, name="key", help="Create, change, list, rotate and revoke
 app.add_typer(tenant.app, name="tenant", help="Create, change and list tenants and projects.")
 app.add_typer(admin_key.app, name="admin-key", help="Create, list and revoke keys of administrators.")
 app.add_typer(rollout.app, name="rollout", help="Roll a new version out by steps, watch it, roll it back.")
+app.add_typer(release.app, name="release", help="Make, show, verify and compare manifests of releases.")
 app.add_typer(audit.app, name="audit", help="See who changed what.")
 
 

@@ -86,12 +86,16 @@ class Signer:
 
     def sign(self, seal: Seal) -> Seal:
         """The seal with key and signature."""
-        return dataclasses.replace(seal, public_key=self.public_key, signature=self._key.sign(seal.statement))
+        return dataclasses.replace(seal, public_key=self.public_key, signature=self.signature(seal.statement))
+
+    def signature(self, statement: bytes) -> bytes:
+        """Of any statement; its first line must say what kind it is, so that none passes for one of another kind."""
+        return self._key.sign(statement)
 
 
-def open_signer(folder: Path) -> Signer:
+def open_signer(folder: Path, file: str = KEY_FILE) -> Signer:
     """The signer of the key file in `folder`; made at first, readable by its owner only. Raises StartupError."""
-    path = folder / KEY_FILE
+    path = folder / file
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
 from services.common.redis_client import REDIS_URL, parse_redis_url
+from services.common.release import parse_keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -70,6 +71,8 @@ class EngineSettings:
     `tpot_target_ms` bounds how long prefills may
     make a step that running answers wait for; 0 does not bound it. `max_draft_count` are the tokens guessed for a row
     in a step, `max_draft_batch` the rows above which nothing is guessed; `speculation` says how.
+
+    `release` is the file of a release manifest signed with `release_key`: the worker serves that or does not start.
     """
 
     role: WorkerRole = WorkerRole.AGGREGATED
@@ -93,6 +96,8 @@ class EngineSettings:
     speculation: SpeculationSetting = SpeculationSetting()
     max_draft_count: int = 4
     max_draft_batch: int = 4
+    release: str = ""
+    release_key: str = ""
 
 
 def parse_transfer(text: str) -> str:
@@ -114,6 +119,12 @@ def _whole(text: str) -> int:
     if value < 0:
         raise ValueError("expected a whole number, 0 or more")
     return value
+
+
+def _release_key(text: str) -> str:
+    if len(parse_keys(text)) != 1:
+        raise ValueError("expected one public key")
+    return text
 
 
 _Knob = int | float | str | SpeculationSetting | WorkerRole
@@ -139,6 +150,8 @@ _KNOBS: dict[str, Callable[[str], _Knob]] = {
     "speculation": parse_speculation,
     "max_draft_count": parse_positive,
     "max_draft_batch": parse_positive,
+    "release": str,
+    "release_key": _release_key,
 }
 
 
@@ -157,6 +170,8 @@ def parse_engine(text: str) -> EngineSettings:
             raise ValueError(f"{name}={value}: {error}") from error
     if values.get("disk_kv_bytes") and not values.get("disk_kv_path"):
         raise ValueError("disk_kv_bytes needs disk_kv_path, a folder for this worker alone")
+    if bool(values.get("release")) != bool(values.get("release_key")):
+        raise ValueError("release needs release_key, the public key it is signed with, and the other way round")
     return EngineSettings(**values)  # type: ignore[arg-type]
 
 

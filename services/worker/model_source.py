@@ -9,17 +9,23 @@ import dataclasses
 import hashlib
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
 from services.common.lifecycle import StartupError
+from services.common.release import Pins
 from services.worker.config import WorkerConfig, parse_name
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.engine.model_runner import ModelRunner, RunnerSpec
 from services.worker.engine.proposer import NgramProposer, Proposer
 from services.worker.grammar_gate import GrammarCompiler
+from services.worker.release_pins import Build, held_to, kernel_version, pins_of, runtime_version
 from services.worker.service import ServedModel
+
+if TYPE_CHECKING:
+    from services.worker.runtime.factory import LoadedCard
 
 ECHO = "echo"
 ECHO_VOCABULARY = 32_000
@@ -43,15 +49,27 @@ class LoadedModel:
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
-    """Load what MILLRACE_MODEL names. Raises StartupError with one plain sentence."""
-    loaded = _echo(config) if config.model == ECHO else _torch(config)
+    """Load what MILLRACE_MODEL names, held to its release. Raises StartupError with one plain sentence."""
+    loaded, pins = _load(config)
+    knobs = config.engine
+    if knobs.release:
+        loaded.served.card.model.manifest_digest = held_to(Path(knobs.release), knobs.release_key, pins)
     if config.engine.speculation.kind == "ngram":
         return dataclasses.replace(loaded, proposer=NgramProposer())
     return loaded
 
 
+def load_pins(config: WorkerConfig) -> Pins:
+    """What the manifest of a release of this model pins; loads the model as a worker does. Raises StartupError."""
+    return _load(config)[1]
+
+
+def _load(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
+    return _echo(config) if config.model == ECHO else _torch(config)
+
+
 def manifest_digest(*parts: bytes) -> bytes:
-    """SHA-256 over length-prefixed parts: what pins one version of a model."""
+    """SHA-256 over length-prefixed parts: what names a version that has no release."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))
@@ -64,7 +82,7 @@ def echo_salt(version: str) -> str:
     return "" if version == "1" else version
 
 
-def _echo(config: WorkerConfig) -> LoadedModel:
+def _echo(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
     knobs = config.engine
     if knobs.speculation.kind in ("draft", "self"):
         raise StartupError(f"The echo model cannot be drafted for: speculation={knobs.speculation}.")
@@ -98,15 +116,15 @@ def _echo(config: WorkerConfig) -> LoadedModel:
     digest = hashlib.sha256(f"millrace echo {config.model_version}".encode()).digest()
     _name(card, config, own_name=ECHO, model_digest=digest, dtype="none")
     text = f"echo model: no weights, {blocks} KV blocks of {knobs.block_size} tokens, at most {length} a sequence"
-    return LoadedModel(
-        FakeModelRunner(spec, script=script, salt=echo_salt(config.model_version)), ServedModel(card, b""), text
-    )
+    runner = FakeModelRunner(spec, script=script, salt=echo_salt(config.model_version))
+    build = Build(digest, "none", "none", runtime_version(), "none", "any")
+    return LoadedModel(runner, ServedModel(card, b""), text), pins_of(card, build)
 
 
-def _torch(config: WorkerConfig) -> LoadedModel:
+def _torch(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
     # Here and not above: a worker of the echo model must not load torch.
     from services.worker.models.errors import ModelLoadError
-    from services.worker.runtime.factory import DraftOptions, LoadedCard, RunnerOptions, load_runner
+    from services.worker.runtime.factory import DraftOptions, RunnerOptions, load_runner
 
     knobs = config.engine
     draft = None
@@ -130,7 +148,7 @@ def _torch(config: WorkerConfig) -> LoadedModel:
         loaded = load_runner(options)
     except ModelLoadError as error:
         raise StartupError(f"The model cannot be served: {error}.") from error
-    facts: LoadedCard = loaded.card
+    facts = loaded.card
     card = worker_service_pb2.ModelCard(
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
@@ -150,12 +168,26 @@ def _torch(config: WorkerConfig) -> LoadedModel:
         structured_output=loaded.grammars is not None,
     )
     _name(card, config, own_name=facts.model_name, model_digest=facts.model_digest, dtype=facts.dtype)
-    return LoadedModel(
+    model = LoadedModel(
         loaded.runner,
         ServedModel(card, facts.tokenizer_json),
         facts.budget_text,
         proposer=loaded.proposer,
         grammars=loaded.grammars,
+    )
+    return model, pins_of(card, _build(facts))
+
+
+def _build(facts: LoadedCard) -> Build:
+    from services.worker.kernels.cpu import ABI
+
+    return Build(
+        weights_digest=facts.model_digest,
+        dtype=facts.dtype,
+        kv_cache_dtype=facts.kv_cache_dtype,
+        runtime=runtime_version("torch"),
+        kernels=kernel_version(ABI),
+        hardware=facts.hardware,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from services.common.grammar_source import GrammarError
 from services.worker.engine.model_runner import RunnerSpec
 from services.worker.kernels.cpu import CpuKernels, load_kernels
-from services.worker.kernels.cpu_build import KernelUnavailableError
+from services.worker.kernels.cpu_build import KernelUnavailableError, instruction_sets
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.decoder import DecoderTensors
 from services.worker.models.errors import ModelLoadError
@@ -23,6 +23,7 @@ from services.worker.models.gguf_loader import load_gguf
 from services.worker.models.model_config import ModelConfig
 from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
+from services.worker.release_pins import cpu_class
 from services.worker.runtime.calibration import sample_ids
 from services.worker.runtime.choosing import Chooser, NumpyChooser
 from services.worker.runtime.devices import device_forward, free_memory, warm_up
@@ -87,12 +88,17 @@ class RunnerOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedCard:
-    """Everything the wire's ModelCard needs of a loaded model. `model_digest` is SHA-256 of its files."""
+    """Everything the wire's ModelCard needs of a loaded model. `model_digest` is SHA-256 of its files.
+
+    `hardware` is the class of machine that its kernels are for.
+    """
 
     model_name: str
     owner: str
     model_digest: bytes
     dtype: str
+    kv_cache_dtype: str
+    hardware: str
     max_model_len: int
     vocab_size: int
     block_size: int
@@ -147,7 +153,7 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
             num_blocks=options.num_blocks,
         )
     )
-    card = _card(checkpoint, budget, forward, dtype)
+    card = _card(options, checkpoint, budget, forward, dtype)
     runner = _runner(options, checkpoint, budget, (forward, chooser), kv_dtype)
     return LoadedModel(runner, card, draft, _grammars(checkpoint))
 
@@ -274,6 +280,13 @@ def _device(options: RunnerOptions) -> torch.device | None:
     return torch.device("cuda") if options.device == "auto" and torch.cuda.is_available() else None
 
 
+def _hardware(options: RunnerOptions, forward: Forward) -> str:
+    device = _device(options)
+    if device is not None:
+        return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu interpreter"
+    return cpu_class(instruction_sets()[0].name if isinstance(forward, NativeForward) else "torch")
+
+
 def _free_memory(options: RunnerOptions) -> int:
     device = _device(options)
     return available_memory() if device is None else free_memory(device)
@@ -317,13 +330,17 @@ def _store(
     )
 
 
-def _card(checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, dtype: str) -> LoadedCard:
+def _card(
+    options: RunnerOptions, checkpoint: Checkpoint, budget: MemoryBudget, forward: Forward, dtype: str
+) -> LoadedCard:
     tokenizer = checkpoint.tokenizer
     return LoadedCard(
         model_name=checkpoint.name,
         owner=checkpoint.owner,
         model_digest=checkpoint.digest,
         dtype=dtype,
+        kv_cache_dtype=_kv_dtype(options, dtype),
+        hardware=_hardware(options, forward),
         max_model_len=budget.max_model_len,
         vocab_size=checkpoint.config.vocab_size,
         block_size=budget.block_size,
