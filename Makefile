@@ -8,7 +8,7 @@ GRPC_PORT ?= 8001
 WORKERS ?= 1
 MODEL ?= smollm2-135m
 
-.PHONY: help setup run up down test test-model test-fault test-docker check protos docs bench format clean
+.PHONY: help setup run up down test test-model test-fault test-docker test-gpu check protos docs bench bench-gpu format clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ test-docker: $(STAMP) ## Build the images and test the compose stack on a real e
 	bash deploy/airgap/start-dockerd.sh
 	$(PY) -m pytest -m docker tests/e2e -s
 
+test-gpu: $(STAMP) ## Run the kernels and the runner on a CUDA device (skipped, saying so, without one)
+	$(PY) -m pytest -m gpu tests/gpu
+
 check: $(STAMP) ## Format, lint, types, imports, protos, dependencies, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -72,6 +75,9 @@ bench: $(STAMP) ## Run the benchmarks; results in benchmarks/results
 	$(PY) -m benchmarks.gateway
 	$(PY) -m benchmarks.disaggregation
 	$(PY) -m benchmarks.transfer
+
+bench-gpu: $(STAMP) ## Measure a CUDA device and what the kernels make of it; deploy/gpu_check.sh tests it too
+	$(PY) -m benchmarks.gpu
 
 clean: ## Remove caches
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,37 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.engine import Engine
-from services.worker.engine.engine_config import EngineConfig
-from services.worker.engine.request import EngineRequest, SamplingParams
 from services.worker.models.errors import ModelLoadError
 from services.worker.runtime.device_step import StepSize, decode_size, pack, step_size, unpack
 from services.worker.runtime.factory import RunnerOptions, load_runner
 from services.worker.runtime.forward import StepInputs
 from services.worker.runtime.graphs import bucket_sizes
 from tests.helpers.tiny_model import TinyShape, reference_greedy, write_tiny_model
-
-DEVICE = "auto" if torch.cuda.is_available() else "interpreter"
-PROMPT = [5, 17, 3, 44, 21, 9, 9, 30, 2, 51, 8, 13, 26, 7, 7, 12, 60, 33, 4]
-GREEDY = SamplingParams(max_tokens=3, seed=1, temperature=0.0, ignore_eos=True)
-
-
-def say(
-    folder: Path, prompts: dict[str, list[int]], sampling: SamplingParams, **options: object
-) -> dict[str, list[int]]:
-    """What an engine answers to each prompt, prefilled in chunks of 7 beside the others' decodes."""
-    fixed = RunnerOptions(model=str(folder), num_blocks=64, threads=1, max_model_len=128, max_num_seqs=4)
-    loaded = load_runner(dataclasses.replace(fixed, **options))  # type: ignore[arg-type]
-    engine = Engine(loaded.runner, EngineConfig(model_version="tiny@1", max_prefill_chunk=7))
-    for name, prompt in prompts.items():
-        engine.add_request(EngineRequest(name, 1, np.array(prompt, dtype=np.int32), sampling), now=0.0)
-    said: dict[str, list[int]] = {name: [] for name in prompts}
-    while engine.has_work():
-        for output in engine.step(0.0):
-            assert output.error is None, output.error
-            said[output.key.request_id].extend(output.token_ids)
-    engine.check_invariants()
-    return said
+from tests.helpers.triton_engine import GREEDY, PLACE, PROMPT, say
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
@@ -51,7 +27,7 @@ def test_greedy_answers_are_those_of_plain_torch(tmp_path: Path, model_type: str
     folder = write_tiny_model(tmp_path / "tiny", shape)
     prompts = {"short": PROMPT[:3], "long": PROMPT}
 
-    said = say(folder, prompts, GREEDY, device=DEVICE, dtype="float32")
+    said = say(folder, prompts, GREEDY, dtype="float32")
 
     for name, prompt in prompts.items():
         assert said[name] == reference_greedy(folder, prompt, GREEDY.max_tokens, vocab_size=61), name
@@ -63,7 +39,7 @@ def test_seeded_answers_and_rules_are_those_of_the_cpu(tmp_path: Path) -> None:
         GREEDY, temperature=0.9, top_p=0.8, top_k=20, seed=11, repetition_penalty=1.3, logprob_count=2
     )
 
-    got = say(folder, {"r": PROMPT[:7]}, sampling, device=DEVICE, dtype="float32")
+    got = say(folder, {"r": PROMPT[:7]}, sampling, dtype="float32")
 
     assert got == say(folder, {"r": PROMPT[:7]}, sampling, device="cpu", compiled_kernels=False)
 
@@ -72,7 +48,7 @@ def test_int8_is_refused_on_a_device_and_bfloat16_without_one(tmp_path: Path) ->
     folder = write_tiny_model(tmp_path / "tiny")
 
     with pytest.raises(ModelLoadError, match="int8 is for a CPU"):
-        load_runner(RunnerOptions(model=str(folder), device=DEVICE, dtype="int8"))
+        load_runner(RunnerOptions(model=str(folder), device=PLACE, dtype="int8"))
     with pytest.raises(ModelLoadError, match="needs a CUDA device"):
         load_runner(RunnerOptions(model=str(folder), device="cpu", dtype="bfloat16"))
 

@@ -74,9 +74,9 @@ class TritonForward:
         matrices = [self._embedding, *(m for each in self._layers for m in (each.qkv, each.output, each.gate_up))]
         matrices += [each.down for each in self._layers] + ([] if tied else [head])
         self.weight_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
-        self._processors = _INTERPRETED_PROCESSORS
+        self.processors = _INTERPRETED_PROCESSORS
         if device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._graphs: DecodeGraphs | None = None
 
     @property
@@ -140,7 +140,7 @@ class TritonForward:
         query = rotary_kv(mixed, keys, values, step.places, rope, norms=self._layers[index].head_norms)
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         tiles = len(step.batch.tiles.requests)
-        parts = context_parts(tiles, config.kv_head_count, multiprocessors=self._processors)
+        parts = context_parts(tiles, config.kv_head_count, multiprocessors=self.processors)
         return paged_attention(query, keys, values, step.batch, AttentionShape(scale, window, parts)).flatten(1)
 
     def _matrix(self, *parts: FloatArray) -> torch.Tensor:
