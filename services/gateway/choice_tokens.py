@@ -21,7 +21,7 @@ class ChoiceTokens:
         self.token_ids: list[int] = []
         self.handed = 0
         self.delivered = 0
-        self.acked = 0
+        self.confirmed = 0
         self.base = 0
         self.finish: common_pb2.FinishReason.ValueType | None = None
         self.stop_token_id: int | None = None
@@ -99,7 +99,6 @@ class ChoiceTokens:
         for _ in range(min(len(self._logprobs), self.received - self.base)):
             self.unread_logprob_bytes -= self._logprobs.pop().ByteSize()
         del self.token_ids[self.base :]
-        self.acked = min(self.acked, self.base)
         if not self._finished_at_base:
             self.finish = None
             self.stop_token_id = None
@@ -112,6 +111,7 @@ class ChoiceTokens:
             self._finished_at_base = False
             self.restart()
             return
-        self.base = self.acked = self.received
+        self.base = self.received
+        self.confirmed = self.delivered
         self._finished_at_base = self.finish is not None
         self.worker_ended = self._finished_at_base or self.stopped

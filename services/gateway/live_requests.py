@@ -52,6 +52,8 @@ class Effects(Protocol):
 
     def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None: ...
 
+    def acknowledge(self, instance: str, request_id: str) -> None: ...
+
     def confirm(self, instance: str, entry: worker_service_pb2.AckEntry) -> None: ...
 
     def reattach(self, instance: str) -> None: ...
@@ -87,7 +89,6 @@ class LiveRequest:
         # Of a mirrored request: how its answer compares.
         self.shadow: usage_event_pb2.ShadowReport | None = None
         # The epoch whose worker was told that it may forget the request.
-        self.confirmed: int | None = None
         self.wake = asyncio.Event()
         self._table = table
         self._worker = ""
@@ -142,7 +143,8 @@ class LiveRequest:
 
     def mark_delivered(self, choice: int, token_count: int, reasoning_count: int = 0) -> None:
         """The first `token_count` tokens of a choice, so many of them reasoning, went to the client's transport."""
-        self.core.mark_delivered(choice, token_count)
+        if self.core.mark_delivered(choice, token_count) and self.core.binding is not None:
+            self._table.effects.acknowledge(self.core.binding.instance, self.request_id)
         self._reasoned[choice] = reasoning_count
         self.meter.delivered(self._table.clock.monotonic(), self.core.choices)
 
@@ -270,9 +272,11 @@ class LiveTable:
         if self._requests.pop(request.request_id, None) is None:
             return
         actions = request.core.end()
-        bound, ack = request.core.binding, request.core.ack_entry()
-        if not actions and bound is not None and ack is not None and request.confirmed != bound.epoch:
-            self.effects.confirm(bound.instance, _ack_entry(request.request_id, ack))
+        bound, entry = request.core.binding, request.core.ack(request.request_id)
+        if not actions and bound is not None and entry is not None:
+            # Only now: until the end is recorded, the worker must be able to settle for a dead gateway.
+            entry.done = request.core.worker_ended
+            self.effects.confirm(bound.instance, entry)
         self.perform(request, actions)
         if not self._requests:
             self._empty.set()
@@ -340,11 +344,13 @@ class LiveTable:
         """What is held of the requests bound to this worker."""
         held = []
         for request in self._requests.values():
-            bound, ack = request.core.binding, request.core.ack_entry()
-            if bound is not None and ack is not None and bound.instance == instance:
-                entry = worker_service_pb2.Continue(request_id=request.request_id, epoch=ack[0], next_indices=ack[1])
-                held.append(entry)
-                request.confirmed = None
+            entry = request.core.ack(request.request_id) if _runs_on(request, instance) else None
+            if entry is not None:
+                held.append(
+                    worker_service_pb2.Continue(
+                        request_id=entry.request_id, epoch=entry.epoch, next_indices=entry.next_indices
+                    )
+                )
         return held
 
     def on_frame(self, instance: str, events: Iterable[worker_service_pb2.Event]) -> None:
@@ -370,10 +376,9 @@ class LiveTable:
         entries = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            bound = request.core.binding if request is not None else None
-            ack = request.core.ack_entry() if request is not None else None
-            if bound is not None and ack is not None and bound.instance == instance:
-                entries.append(_ack_entry(request_id, ack))
+            if request is not None and _runs_on(request, instance):
+                entry = request.core.ack(request_id)
+                entries += [entry] if entry is not None else []
         return entries
 
     def on_acked(self, entries: Iterable[worker_service_pb2.AckEntry]) -> None:
@@ -381,8 +386,7 @@ class LiveTable:
         for entry in entries:
             request = self._requests.get(entry.request_id)
             if request is not None:
-                request.core.on_acked(entry.epoch, tuple(entry.next_indices))
-                request.confirmed = entry.epoch if entry.done else None
+                request.core.on_acked(entry.epoch, entry.delivered_counts)
                 request.wake.set()
 
     def on_worker_lost(self, instance: str) -> None:
@@ -392,6 +396,5 @@ class LiveTable:
             self.perform(request, request.core.on_worker_lost(instance, now))
 
 
-def _ack_entry(request_id: str, ack: tuple[int, tuple[int, ...], bool]) -> worker_service_pb2.AckEntry:
-    epoch, next_indices, done = ack
-    return worker_service_pb2.AckEntry(request_id=request_id, epoch=epoch, next_indices=next_indices, done=done)
+def _runs_on(request: LiveRequest, instance: str) -> bool:
+    return request.core.binding is not None and request.core.binding.instance == instance

@@ -4,12 +4,13 @@ Pure and synchronous: no I/O, no clock (every call gets monotonic seconds). The 
 and performs the actions. Charter: rules of PROTOCOL §4, §5 and §7 only; text, transport and Redis stay out.
 
 Ruler of one choice:   0 … delivered … handed … received     base = what this attempt was given as prefix
-                       handed ≤ acked + 16 and, over all choices, handed ≤ budget
+                       delivered ≤ confirmed to the worker + 16 and, over all choices, handed ≤ budget
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2
@@ -32,7 +33,8 @@ from services.gateway.end_errors import error_of_finish, error_of_record
 from services.gateway.generation import TokenEvent
 from services.gateway.request_actions import Action, Binding, Own, Readmit, Reattach, Rechoose, SendCancel
 
-UNACKED_TOKENS = 16
+UNCONFIRMED_TOKENS = 16
+CONFIRM_TOKENS = 8
 MAX_ATTEMPTS = 3
 BUDGET_LEASE_TOKENS = 64
 _BUDGET_LOW_TOKENS = 32
@@ -114,10 +116,11 @@ class RequestCore:
             return [SendCancel(self.binding.instance, self.binding.epoch, index)]
         return []
 
-    def mark_delivered(self, index: int, token_count: int) -> None:
-        """The first `token_count` tokens of a choice reached the client's transport."""
+    def mark_delivered(self, index: int, token_count: int) -> bool:
+        """The first `token_count` tokens of a choice reached the client's transport; True: tell the worker."""
         choice = self.choices[index]
         choice.delivered = max(choice.delivered, min(token_count, choice.handed))
+        return self.binding is not None and choice.delivered - choice.confirmed >= CONFIRM_TOKENS
 
     def fail(self, error: MillraceError) -> list[Action]:
         """End the request with an error; the first one stands."""
@@ -166,17 +169,25 @@ class RequestCore:
         self._lose(instance)
         return self._run_elsewhere(WorkerLost("The worker that ran the request was lost."), now)
 
-    def on_acked(self, epoch: int, next_indices: tuple[int, ...]) -> None:
-        """An ack was written to the bound worker."""
+    def on_acked(self, epoch: int, delivered_counts: Sequence[int]) -> None:
+        """The bound worker was told what was delivered."""
         if self.binding is not None and self.binding.epoch == epoch:
-            for choice, next_index in zip(self.choices, next_indices, strict=True):
-                choice.acked = max(choice.acked, next_index)
+            for choice, count in zip(self.choices, delivered_counts, strict=True):
+                choice.confirmed = max(choice.confirmed, count)
 
-    def ack_entry(self) -> tuple[int, tuple[int, ...], bool] | None:
-        """Epoch, next index per choice, and whether the worker may forget the request; None while unbound."""
+    def ack(self, request_id: str) -> worker_service_pb2.AckEntry | None:
+        """What is held and what of it was delivered, for the bound worker; None while unbound."""
         if self.binding is None:
             return None
-        return self.binding.epoch, tuple(c.received for c in self.choices), self._worker_ended
+        entry = worker_service_pb2.AckEntry(request_id=request_id, epoch=self.binding.epoch)
+        entry.next_indices.extend(choice.received for choice in self.choices)
+        entry.delivered_counts.extend(choice.delivered for choice in self.choices)
+        return entry
+
+    @property
+    def worker_ended(self) -> bool:
+        """The bound worker runs no choice any more."""
+        return all(choice.worker_ended for choice in self.choices)
 
     # --- what the store says -------------------------------------------------------------------------------------
     def on_record(self, record: RequestRecord | None, now: float, *, worker_alive: bool) -> list[Action]:
@@ -347,16 +358,15 @@ class RequestCore:
         return tuple((c.index, tuple(c.token_ids[: c.base])) for c in open_choices)
 
     def _cancel_running(self) -> list[Action]:
-        if self.binding is None or self._worker_ended:
+        if self.binding is None or self.worker_ended:
             return []
         return [SendCancel(self.binding.instance, self.binding.epoch)]
 
-    @property
-    def _worker_ended(self) -> bool:
-        return all(choice.worker_ended for choice in self.choices)
-
     def _room(self, choice: ChoiceTokens) -> int:
-        room = choice.acked + UNACKED_TOKENS - choice.handed
+        room = choice.received - choice.handed
+        if self.binding is not None:
+            # Should this gateway die, its worker knows what was delivered but for so many.
+            room = min(room, UNCONFIRMED_TOKENS - (choice.delivered - choice.confirmed))
         if self.budget is None:
             return room
         left = self.budget - sum(c.handed for c in self.choices)

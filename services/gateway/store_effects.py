@@ -57,6 +57,10 @@ class StoreEffects:
         """Tell the worker, where there is a stream to it."""
         self._pool.cancel(instance, request_id, epoch, choice)
 
+    def acknowledge(self, instance: str, request_id: str) -> None:
+        """Tell the worker soon what was delivered."""
+        self._pool.acknowledge(instance, request_id)
+
     def confirm(self, instance: str, entry: worker_service_pb2.AckEntry) -> None:
         """Send the last ack."""
         self._pool.confirm(instance, entry)

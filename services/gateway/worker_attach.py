@@ -130,6 +130,12 @@ class WorkerAttachment:
             self._cancels[request_id, epoch, choice] = None
             self._wake.set()
 
+    def acknowledge(self, request_id: str) -> None:
+        """Send an ack of a request at once."""
+        self._unacked[request_id] = None
+        self._hurry = True
+        self._wake.set()
+
     def confirm(self, entry: worker_service_pb2.AckEntry) -> None:
         """Send the last ack of a request that is no longer held."""
         if self.attached:

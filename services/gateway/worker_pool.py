@@ -86,6 +86,12 @@ class WorkerPool:
         if attachment is not None:
             attachment.cancel(request_id, epoch, choice)
 
+    def acknowledge(self, instance: str, request_id: str) -> None:
+        """Send an ack of a request to its worker at once."""
+        attachment = self._attachments.get(instance)
+        if attachment is not None:
+            attachment.acknowledge(request_id)
+
     def confirm(self, instance: str, entry: worker_service_pb2.AckEntry) -> None:
         """Send the last ack of a request to its worker."""
         attachment = self._attachments.get(instance)

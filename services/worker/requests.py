@@ -211,7 +211,7 @@ class RequestTable:
             stream = streams.get(entry.request_id)
             if stream is None or stream.facts.epoch != entry.epoch:
                 continue
-            stream.ack(entry.next_indices)
+            stream.ack(entry)
             if entry.done and stream.ended:
                 self._remove(stream)
 

@@ -8,7 +8,6 @@ Ruler of one choice:   start … base=acked … sent … end      ids[i] has ind
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from google.protobuf import timestamp_pb2
 from millrace.common.v1 import admission_pb2, common_pb2
@@ -81,6 +80,7 @@ class ChoiceStream:
         self.start = start
         self.base = start
         self.sent = start
+        self.delivered = 0
         self.finish: tuple[FinishReason, int | None] | None = None
         self.finish_sent = False
         self._ids: list[int] = []
@@ -109,6 +109,10 @@ class ChoiceStream:
             del self._ids[:count]
             del self._logprobs[:count]
             self.base += count
+
+    def confirm(self, count: int) -> None:
+        """The client has the first `count` tokens; never more than there are."""
+        self.delivered = max(self.delivered, min(count, self.end))
 
     def rewind(self, next_index: int) -> bool:
         """Send again from `next_index`; False when tokens from there are no longer kept or were never made."""
@@ -211,11 +215,15 @@ class RequestStream:
             self.marks.end = now_wall
             self.slot_count = 0
 
-    def ack(self, next_indices: Iterable[int]) -> None:
-        """Take the gateway's next wanted index per choice, in the order of choice numbers."""
-        for index, next_index in enumerate(next_indices):
+    def ack(self, entry: worker_service_pb2.AckEntry) -> None:
+        """Take the gateway's next wanted index and its delivered tokens per choice, in the order of choice numbers."""
+        for index, next_index in enumerate(entry.next_indices):
             if index in self.choices:
                 self.choices[index].ack(next_index)
+        # A gateway of an older release says only what it holds.
+        for index, count in enumerate(entry.delivered_counts or entry.next_indices):
+            if index in self.choices:
+                self.choices[index].confirm(count)
 
     def continue_from(self, next_indices: list[int]) -> bool:
         """The gateway holds everything below these indices; False when the rest is not kept here."""
@@ -265,9 +273,9 @@ class RequestStream:
             self._failure_sent = True
         return events, used
 
-    def acked_counts(self) -> list[int]:
-        """Tokens of each choice that the gateway has confirmed, in the order of choice numbers."""
-        return [choice.base for _, choice in sorted(self.choices.items())]
+    def delivered_counts(self) -> list[int]:
+        """Tokens of each choice that reached the client, as far as the gateway said, in the order of choice numbers."""
+        return [choice.delivered for _, choice in sorted(self.choices.items())]
 
     def produced_count(self) -> int:
         """Output tokens of all choices, those of earlier attempts included."""

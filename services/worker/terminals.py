@@ -34,9 +34,9 @@ class FinishStore(Protocol):
 
 
 def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wall: float) -> Terminal:
-    """`failed(GATEWAY_LOST)` with the acknowledged tokens as delivered; free when there were none."""
+    """`failed(GATEWAY_LOST)` with what the gateway said was delivered; free when there were none."""
     facts, entry = stream.facts, stream.facts.entry
-    counts = stream.acked_counts()
+    counts = stream.delivered_counts()
     delivered = sum(counts)
     pays = delivered > 0 and entry.tenant != SHADOW_TENANT
     prompt, cached = facts.prompt_token_count, stream.cached_token_count

@@ -102,10 +102,10 @@ class LosingRequest:
         core, instance = self._core, f"worker-{self._stream.facts.attempt}"
         for event in self._stream.take_events(FRAME)[0]:
             core.on_event(instance, event, 0.0)
-        ack = core.ack_entry()
+        ack = core.ack("r")
         if ack is not None:
-            self._stream.ack(ack[1])
-            core.on_acked(ack[0], ack[1])
+            self._stream.ack(ack)
+            core.on_acked(ack.epoch, ack.delivered_counts)
         while (handed := core.pull()) is not None:
             tokens = self._served.tokens.setdefault(handed.choice, [])
             assert handed.first_index == len(tokens), "a gap or a duplicate"

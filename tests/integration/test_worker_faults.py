@@ -149,7 +149,7 @@ async def test_a_gateway_that_stays_away_is_billed_for_what_it_acknowledged() ->
         acked = gateway.of("r1").next_indices()
         stream = rig.app.parts.table.get("r1")
         assert stream is not None
-        await rig.until(lambda: stream.acked_counts() == acked)
+        await rig.until(lambda: stream.delivered_counts() == acked)
 
         await gateway.hang_up()
         await rig.until(lambda: not rig.app.parts.table.is_attached("gateway-1"))

@@ -57,11 +57,11 @@ async def test_a_lost_gateways_request_ends_once_with_its_acknowledged_tokens(
         await gateway.until(lambda: len(gateway.of("r1").tokens.get(0, [])) >= 4)
         stream = rig.app.parts.table.get("r1")
         assert stream is not None
-        await poll(lambda: stream.acked_counts()[0] >= 4)
+        await poll(lambda: stream.delivered_counts()[0] >= 4)
 
         await gateway.hang_up()
         await poll(lambda: not rig.app.parts.table.is_attached("gateway-1"))
-        acked = stream.acked_counts()[0]
+        acked = stream.delivered_counts()[0]
         clock.ahead = 5.1
         await poll(lambda: rig.app.parts.table.get("r1") is None and len(rig.app.parts.terminals) == 0)
 

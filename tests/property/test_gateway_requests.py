@@ -96,16 +96,17 @@ class World:
             assert event.first_index == len(held), "a gap or a duplicate"
             held.extend(event.token_ids)
             assert held == [token(event.choice, i) for i in range(len(held))], "a foreign token"
-            assert len(held) <= self.core.choices[event.choice].acked + 16, "ahead of the acks"
+            confirmed = self.core.choices[event.choice].confirmed
+            assert self.core.binding is None or len(held) <= confirmed + 16, "ahead of what the worker knows"
             if event.finish_reason is not None:
                 self.finished[event.choice] = event.finish_reason
                 assert len(held) == self.ends[event.choice]
             self.core.mark_delivered(event.choice, len(held))
 
     def ack(self) -> None:
-        entry = self.core.ack_entry()
+        entry = self.core.ack("r")
         if entry is not None:
-            self.core.on_acked(entry[0], entry[1])
+            self.core.on_acked(entry.epoch, entry.delivered_counts)
 
 
 OPERATION = st.tuples(

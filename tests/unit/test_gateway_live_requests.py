@@ -41,6 +41,7 @@ TARGETS = parse_targets("interactive/short=500:50:10000")
 class RecordingEffects:
     def __init__(self) -> None:
         self.cancels: list[tuple[str, str, int, int | None]] = []
+        self.acknowledged: list[tuple[str, str]] = []
         self.confirmed: list[pb.AckEntry] = []
         self.owned: list[Own] = []
         self.readmitted: list[Readmit] = []
@@ -52,6 +53,9 @@ class RecordingEffects:
 
     def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None:
         self.cancels.append((instance, request_id, epoch, choice))
+
+    def acknowledge(self, instance: str, request_id: str) -> None:
+        self.acknowledged.append((instance, request_id))
 
     def confirm(self, instance: str, entry: pb.AckEntry) -> None:
         self.confirmed.append(entry)
@@ -144,7 +148,9 @@ async def test_tokens_reach_the_reader_and_the_end_is_counted_once(rig: Rig) -> 
     assert record.event.terminal_state == common_pb2.TERMINAL_STATE_COMPLETED
     assert (record.event.billed.prompt_token_count, record.event.billed.completion_token_count) == (3, 3)
     assert record.computed_tokens == 6
-    assert rig.effects.confirmed == [pb.AckEntry(request_id="r", epoch=257, next_indices=[3], done=True)]
+    assert rig.effects.confirmed == [
+        pb.AckEntry(request_id="r", epoch=257, next_indices=[3], delivered_counts=[3], done=True)
+    ]
     assert rig.effects.cancels == []
     assert len(rig.table) == 0
     value = rig.metrics.registry.get_sample_value
@@ -284,6 +290,29 @@ async def test_only_requests_bound_to_a_worker_are_continued_and_acked_there(rig
     assert rig.table.ack_entries("worker-b", ["bound", "unbound", "gone"]) == []
     (entry,) = rig.table.ack_entries("worker-a", ["bound", "unbound", "gone"])
     assert (entry.request_id, list(entry.next_indices), entry.done) == ("bound", [2], False)
+
+
+async def test_an_ended_request_is_the_workers_to_settle_until_its_end_is_recorded(rig: Rig) -> None:
+    live = rig.add("r")
+    rig.frame("r", 0, 1, 2, finish=True)
+
+    (before,) = rig.table.ack_entries("worker-a", ["r"])
+    await live.finish(common_pb2.TERMINAL_STATE_COMPLETED, common_pb2.FINISH_REASON_STOP)
+
+    assert not before.done
+    assert [entry.done for entry in rig.effects.confirmed] == [True]
+
+
+async def test_eight_delivered_tokens_are_told_at_once(rig: Rig) -> None:
+    live = rig.add("r")
+    rig.frame("r", 0, *range(12))
+    reading = aiter(live.events())
+    await anext(reading)
+
+    live.mark_delivered(0, 7)
+    assert rig.effects.acknowledged == []
+    live.mark_delivered(0, 8)
+    assert rig.effects.acknowledged == [("worker-a", "r")]
 
 
 async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:

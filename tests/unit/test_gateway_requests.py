@@ -127,15 +127,44 @@ def test_a_gap_reopens_the_stream_and_a_second_one_runs_elsewhere() -> None:
     assert again == [SendCancel(A, 257), Readmit(2)]
 
 
-def test_a_token_goes_out_only_when_the_one_sixteen_before_it_was_acked() -> None:
+def test_the_worker_knows_what_was_delivered_but_for_sixteen_tokens() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, *range(60)), 1.0)
+
+    first = core.pull()
+    assert first is not None
+    assert first.token_ids == tuple(range(16))
+    assert core.mark_delivered(0, 16), "the worker is to be told"
+    assert core.pull() is None
+    core.on_acked(257, (10,))
+    second = core.pull()
+    assert second is not None
+    assert second.token_ids == tuple(range(16, 26))
+    core.mark_delivered(0, 26)
+    core.on_acked(256, (26,))
+    assert core.pull() is None, "an ack of another epoch"
+
+
+def test_an_answer_that_is_written_whole_is_handed_on_before_any_of_it_is_delivered() -> None:
     core = make_core()
     core.on_event(A, delta(257, 0, *range(40)), 1.0)
 
-    assert drain(core) == list(range(16))
-    core.on_acked(257, (10,))
-    assert drain(core) == list(range(16, 26))
-    core.on_acked(256, (40,))
-    assert drain(core) == []
+    assert drain(core) == list(range(40))
+    entry = core.ack("r")
+    assert entry is not None
+    assert (list(entry.next_indices), list(entry.delivered_counts)) == ([40], [0])
+
+
+def test_what_a_lost_worker_had_sent_in_full_is_handed_on_without_it() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, *range(40), finish=common_pb2.FINISH_REASON_STOP), 1.0)
+    assert core.pull() is not None
+    core.mark_delivered(0, 16)
+
+    core.on_worker_lost(A, 2.0)
+
+    assert drain(core) == list(range(16, 40))
+    assert core.done
 
 
 def test_a_worker_lost_before_the_first_token_starts_over() -> None:
@@ -265,7 +294,7 @@ def test_the_end_of_a_running_request_cancels_it_and_of_an_ended_one_does_not() 
 
     assert running.end() == [SendCancel(A, 257)]
     assert ended.end() == []
-    assert ended.ack_entry() == (257, (1,), True)
+    assert (running.worker_ended, ended.worker_ended) == (False, True)
 
 
 def test_frames_after_the_end_are_answered_by_cancel() -> None:

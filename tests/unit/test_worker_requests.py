@@ -119,7 +119,7 @@ def test_acknowledged_tokens_are_forgotten_and_what_was_not_sent_cannot_be_ackno
 
     table.ack("g1", [ack("r1", 99)])
 
-    assert stream.acked_counts() == [3]
+    assert stream.delivered_counts() == [5]
     assert list(frame(table)[0].delta.token_ids) == [13, 14]
 
 
@@ -133,7 +133,20 @@ def test_an_ack_of_another_epoch_or_gateway_changes_nothing() -> None:
     table.ack("g1", [ack("r1", 1, epoch=255)])
     table.ack("g2", [ack("r1", 1, done=True)])
 
-    assert stream.acked_counts() == [0]
+    assert stream.delivered_counts() == [0]
+
+
+def test_what_is_held_is_forgotten_and_what_was_delivered_is_kept_for_the_bill() -> None:
+    stream = stream_of()
+    table = table_with(stream)
+    apply(table, output(0, (10, 11, 12), started=True))
+    frame(table)
+
+    table.ack("g1", [pb.AckEntry(request_id="r1", epoch=256, next_indices=[3], delivered_counts=[2])])
+    table.ack("g1", [pb.AckEntry(request_id="r1", epoch=256, next_indices=[3], delivered_counts=[1])])
+
+    assert stream.choices[0].base == 3
+    assert stream.delivered_counts() == [2]
 
 
 def test_done_forgets_an_ended_request_but_not_a_running_one() -> None:

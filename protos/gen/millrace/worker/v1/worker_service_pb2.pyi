@@ -493,12 +493,17 @@ class AckEntry(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NEXT_INDICES_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    DELIVERED_COUNTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     epoch: _builtins.int
     done: _builtins.bool
-    """The gateway has the finish of every choice: the worker may forget the request."""
+    """The end of the request is recorded: the worker may forget it."""
     @_builtins.property
     def next_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def delivered_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each choice that reached the client: what is billed when the gateway dies. The worker keeps the largest."""
+
     def __init__(
         self,
         *,
@@ -506,10 +511,11 @@ class AckEntry(_message.Message):
         epoch: _builtins.int = ...,
         next_indices: _abc.Iterable[_builtins.int] | None = ...,
         done: _builtins.bool = ...,
+        delivered_counts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "epoch", b"epoch", "next_indices", b"next_indices", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered_counts", b"delivered_counts", "done", b"done", "epoch", b"epoch", "next_indices", b"next_indices", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
