@@ -40,7 +40,7 @@ class ExactBill:
                 base_url=proxy.url, headers=self.stack.headers, timeout=60, limits=limits
             ) as client:
                 clients = [asyncio.create_task(self._client(client)) for _ in range(AT_ONCE)]
-                await self._kill(kills)
+                await self._kill(kills, proxy)
                 self._killed.set()
                 await asyncio.gather(*clients)
             self.seen = [counted for counted in proxy.seen if counted.accepted]
@@ -53,14 +53,18 @@ class ExactBill:
             self.cut_count += left
             await asyncio.sleep(0.0 if left else 0.05)
 
-    async def _kill(self, kills: Sequence[str]) -> None:
+    async def _kill(self, kills: Sequence[str], proxy: CountingProxy) -> None:
         for service in kills:
             end = time.monotonic() + RETURN_S
+            # So that its streams are lost, not only its start.
+            wanted = sum(counted.accepted for counted in proxy.seen) + AT_ONCE
+            while sum(counted.accepted for counted in proxy.seen) < wanted:
+                assert time.monotonic() < end, "no streams run"
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(self._random.uniform(0.0, 0.5))
             while not await self.nemesis.strike(service, "kill"):
                 assert time.monotonic() < end, f"{service} did not come back"
                 await asyncio.sleep(0.1)
-            # So that its streams are lost, not only its start.
-            await asyncio.sleep(self._random.uniform(1.0, 2.0))
 
     def mistakes(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         """Rows that do not say what passed the proxy."""

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,16 @@ class Stack:
 
     def wait_ledger(self, count: int, timeout_s: float = 20.0) -> list[dict[str, Any]]:
         """The ledger once it has `count` rows (or at the timeout, for the test to judge)."""
+        return self._wait_rows(lambda rows: len(rows) >= count, timeout_s)
+
+    def wait_requests(self, request_ids: Iterable[str], timeout_s: float) -> list[dict[str, Any]]:
+        """The ledger once it has a row of each of these (or at the timeout, for the test to judge)."""
+        wanted = set(request_ids)
+        return self._wait_rows(lambda rows: wanted <= {row["request_id"] for row in rows}, timeout_s)
+
+    def _wait_rows(self, enough: Callable[[list[dict[str, Any]]], bool], timeout_s: float) -> list[dict[str, Any]]:
         deadline = time.monotonic() + timeout_s
-        while len(rows := self.ledger()) < count and time.monotonic() < deadline:
+        while not enough(rows := self.ledger()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return rows
 

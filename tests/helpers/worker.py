@@ -215,9 +215,17 @@ class GatewayClient:
             message.choice = choice
         self._outgoing.put_nowait(pb.AttachRequest(cancel=message))
 
-    def ack(self, request_id: str, *, done: bool = False) -> None:
+    def ack(self, request_id: str, *, done: bool = False, delivered: Sequence[int] | None = None) -> None:
+        """Say what is held, and what of it was delivered: all of it unless given."""
         held = self.of(request_id)
-        item = pb.AckEntry(request_id=request_id, epoch=held.epoch, next_indices=held.next_indices(), done=done)
+        counts = held.next_indices() if delivered is None else delivered
+        item = pb.AckEntry(
+            request_id=request_id,
+            epoch=held.epoch,
+            next_indices=held.next_indices(),
+            delivered_counts=counts,
+            done=done,
+        )
         self._outgoing.put_nowait(pb.AttachRequest(ack=pb.Ack(entries=[item])))
 
     async def until(self, condition: Callable[[], bool]) -> None:

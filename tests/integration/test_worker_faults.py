@@ -174,6 +174,30 @@ async def test_a_gateway_that_stays_away_is_billed_for_what_it_acknowledged() ->
     rig.assert_engine_empty()
 
 
+async def test_a_gateway_that_held_tokens_and_delivered_none_costs_nothing() -> None:
+    clock = ShiftedClock()
+    async with running_worker(config=echo_config(step_ms=5), clock=clock) as rig:
+        gateway = await ready_gateway(rig)
+        gateway.acking = False
+        await gateway.submit(entry("r1", max_tokens=500))
+        await gateway.until(lambda: sum(gateway.of("r1").next_indices()) >= 20)
+        gateway.ack("r1", delivered=[0])
+        stream = rig.app.parts.table.get("r1")
+        assert stream is not None
+        await rig.until(lambda: stream.choices[0].base >= 20)
+
+        await gateway.hang_up()
+        await rig.until(lambda: not rig.app.parts.table.is_attached("gateway-1"))
+        clock.ahead = 5.1
+        await rig.until(lambda: bool(rig.store.terminals))
+
+        event = rig.store.terminals[0][1].event
+        assert event.error_reason == "GATEWAY_LOST"
+        assert event.delivered.completion_token_count == 0
+        assert event.billed == common_pb2.TokenUsage()
+        await gateway.close()
+
+
 async def test_a_gateway_lost_before_any_acknowledgement_costs_nothing() -> None:
     clock = ShiftedClock()
     async with running_worker(config=echo_config(step_ms=5), clock=clock) as rig:
