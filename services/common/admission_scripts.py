@@ -19,7 +19,8 @@ from services.common.errors import InvalidRequest, StoreUnavailable
 from services.common.redis_pipeline import Arg, RedisPipeline
 
 PRELUDES: Final = {
-    **dict.fromkeys(("enqueue", "claim", "lease", "own", "finish", "close"), ("common", "queue")),
+    "enqueue": ("common", "queue", "places"),
+    **dict.fromkeys(("claim", "lease", "own", "finish", "close"), ("common", "queue")),
     **dict.fromkeys(("reserve", "renew", "renew_budget", "settle", "spent"), ("common", "quota")),
     "members": ("common",),
     "routes": ("common",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import operator
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from services.common.admission_types import (
     WorkerRecord,
     record_of,
 )
+from services.common.block_hash import pack_tokens
 from services.common.clock import Clock, SystemClock
 from services.common.errors import StoreUnavailable
 from services.common.key_records import dump_key, load_key
@@ -161,7 +163,7 @@ class AdmissionStore:
             "enqueue",
             [pool_key(pool, "q"), slot_key(pool.tag, f"req:{entry.request_id}")],
             *(*head, weight, entry.deadline_ms, remaining_ms, *owner, event, entry.SerializeToString()),
-            *(*_CAPS(caps), lost, max(1, entry.sampling.choice_count)),
+            *(*_CAPS(caps), lost, max(1, entry.sampling.choice_count), _ask_digest(entry)),
         )
         if reply[0] == b"":
             return Refusal(reply[1].decode(), int(reply[2]))
@@ -364,6 +366,14 @@ class AdmissionStore:
         event.times.admit_time.FromMilliseconds(now_ms)
         event.times.end_time.FromMilliseconds(deadline_ms if remaining_ms is None else now_ms + remaining_ms)
         return event
+
+
+def _ask_digest(entry: admission_pb2.AdmissionEntry) -> str:
+    """The same for a request that comes back after a refusal, under whatever id."""
+    digest = hashlib.blake2b(pack_tokens(entry.token_ids), digest_size=12)
+    sampling = entry.sampling
+    digest.update(f"{entry.tenant}\0{entry.key_id}\0{sampling.max_token_count}\0{sampling.choice_count}".encode())
+    return digest.hexdigest()
 
 
 def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:

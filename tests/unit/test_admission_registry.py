@@ -12,7 +12,7 @@ import redis.asyncio as aioredis
 
 from services.common.admission_scripts import ScriptRunner
 from services.common.admission_store import AdmissionStore, usage_stream
-from services.common.admission_types import KeyRecord, Ownership, Pool, QuotaLimits, Reserve, WorkerRecord
+from services.common.admission_types import KeyRecord, Ownership, Pool, PoolCaps, QuotaLimits, Reserve, WorkerRecord
 from services.common.errors import StoreUnavailable
 from services.common.redis_client import connect
 from services.common.redis_pipeline import Arg
@@ -115,12 +115,13 @@ async def test_every_key_of_every_script_is_in_one_slot(
     await store.return_claims(POOL, [claim.claim_id])
     await store.claim(POOL, "router-1", 1)
     await store.own(POOL, [Ownership("r1", 512, "worker-1")])
+    await store.enqueue(POOL, make_entry("r2"), PoolCaps(requests=0))
     await store.finish(POOL, [make_terminal("r1")])
     await store.settle("acme", "r1", 5, 5)
     await store.register_worker(WORKER)
     await store.list_workers()
 
-    assert len(spans) == 15
+    assert len(spans) == 16
     assert all(len(slots) == 1 for slots in spans)
     keys = {key: hash_slot(key) for key in await redis_client.keys("*")}
     assert len(set(keys.values())) == 3

@@ -1,6 +1,6 @@
 -- ARGV: now id class tenant cost weight deadline remaining gateway attempt readmit event entry, caps: requests tokens
 -- bytes tenant_requests predicted_wait_ms worker_slots worker_tokens (empty = none), the workers that died with the request
--- in hand, oldest first, and its slots.
+-- in hand, oldest first, its slots, and what it asks for (a digest).
 -- Returns {entry id, position}, or {'', reason, retry_after_ms}.
 local id, class, tenant, cost, weight = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 local attempt, readmit, body = tonumber(ARGV[10]), ARGV[11] == '1', ARGV[13]
@@ -35,26 +35,36 @@ if #dead > 0 then
   call('PEXPIRE', P .. 'lost:' .. dead[#dead], FINISHED_TTL_MS)
 end
 
-local function refuse(reason, wait)
-  return {'', reason, math.floor(math.min(60000, math.max(1000, wait)))}
-end
-
 local counts = call('HMGET', Q, 'n', 'bytes', 'tok|interactive', 'tok|batch')
 for i = 1, 4 do counts[i] = tonumber(counts[i] or '0') end
 local act = P .. 'act:' .. class
 if not readmit then
+  local ask = ARGV[23]
+  local held, held_tokens = 0, 0
+  if not take_place(ask) then held, held_tokens = held_room() end
+  local function over(have, room, most) return have + math.min(room, tonumber(most) / 2) > tonumber(most) end
+
   local rate = drain_rate()
-  local one = rate and rate > 0 and cost / rate or 1000
-  if tonumber(call('HGET', T, 'n|' .. tenant) or '0') + 1 > tonumber(ARGV[17]) then return refuse('QUEUE_SHARE', one) end
-  if counts[1] + 1 > tonumber(ARGV[14]) or counts[3] + counts[4] + cost > tonumber(ARGV[15])
-    or counts[2] + #body > tonumber(ARGV[16]) then return refuse('QUEUE_FULL', one) end
+  local tenants = call('ZCARD', act) + (call('ZSCORE', act, tenant) and 0 or 1)
+  local function refuse(reason, least)
+    local wait = rate and rate > 0 and give_place(ask, tenant, cost, cost / rate * tenants, least) or 1000
+    return {'', reason, math.floor(wait)}
+  end
+
+  local promised = call('ZSCORE', PLACED, tenant)
+  local share = tonumber(call('HGET', T, 'n|' .. tenant) or '0') + 1
+  if over(share, promised and held or 0, ARGV[17]) then return refuse('QUEUE_SHARE', 0) end
+  if over(counts[1] + 1, held, ARGV[14]) or over(counts[3] + counts[4] + cost, held_tokens, ARGV[15])
+    or counts[2] + #body > tonumber(ARGV[16]) then return refuse('QUEUE_FULL', 0) end
   if rate and counts[1] > 0 then
     -- What is ahead: the class (interactive has 8/9 of the drain), but no more than this tenant's share of it.
     local ahead = class == 'interactive' and counts[3] * 9 / 8 or counts[3] + counts[4]
     local own = tonumber(call('HGET', T, 'tok|' .. class .. '|' .. tenant) or '0')
-    local tenants = call('ZCARD', act) + (call('ZSCORE', act, tenant) and 0 or 1)
-    local wait = math.min(ahead, (own + cost) * tenants) / math.max(rate, 1e-9)
-    if wait > tonumber(ARGV[18]) then return refuse('QUEUE_FULL', wait - tonumber(ARGV[18])) end
+    local per_ms = math.max(rate, 1e-9)
+    local wait = math.min(ahead, (own + cost) * tenants) / per_ms
+    if over(wait, promised and held_tokens / per_ms or 0, ARGV[18]) then
+      return refuse('QUEUE_FULL', wait - tonumber(ARGV[18]))
+    end
   end
 end
 
