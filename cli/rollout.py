@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import grpc
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli import rollout_progress
+from cli.release import read_release
 from cli.tenant import Address
 from cli.up import fail
 from cli.usage_client import TIMEOUT_S, Metadata, call_usage
@@ -23,6 +25,13 @@ app = typer.Typer(no_args_is_help=True)
 app.command("status")(rollout_progress.status)
 Alias = Annotated[str, typer.Argument(help="Name that clients send: a model's, or one of its own.")]
 Why = Annotated[str, typer.Option(help="Reason, kept in the history and the audit trail.")]
+ReleaseFile = Annotated[
+    Path | None, typer.Option("--release", help="The version's release, with evaluation and contract-suite result.")
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Go without such a release; needs --why, and the history says that it was forced."),
+]
 
 
 @app.command()
@@ -32,14 +41,23 @@ def start(
     baseline: Annotated[str, typer.Option("--from", help="Version to fall back to; the one served unless given.")] = "",
     step: Annotated[list[int] | None, typer.Option(help="Percent of a step, once for each; 1, 5, 25, 100.")] = None,
     bake_s: Annotated[float, typer.Option(min=0, help="Shortest time of a step, in seconds.")] = 300.0,
+    release: ReleaseFile = None,
+    force: Force = False,
     why: Why = "",
     usage_address: Address = None,
 ) -> None:
-    """Give the new version its first share."""
+    """Give the new version its first share: one whose release says that it was evaluated, or by --force."""
     bake = duration_pb2.Duration()
     bake.FromMilliseconds(round(bake_s * 1000))
     request = pb.StartRolloutRequest(
-        alias=alias, candidate=to, baseline=baseline, step_percents=step or [], bake=bake, why=why
+        alias=alias,
+        candidate=to,
+        baseline=baseline,
+        step_percents=step or [],
+        bake=bake,
+        why=why,
+        release=_release(release),
+        force=force,
     )
     _print(call_routes(usage_address, lambda stub, options: stub.StartRollout(request, **options)).table, alias)
 
@@ -48,11 +66,16 @@ def start(
 def promote(
     alias: Alias,
     to_percent: Annotated[int, typer.Option("--to", min=0, max=100, help="Step of at least so much.")] = 0,
+    release: ReleaseFile = None,
+    force: Force = False,
     why: Why = "",
     usage_address: Address = None,
 ) -> None:
-    """Go on to the next step, or to a later one; a paused rollout goes on too."""
-    request = pb.PromoteRolloutRequest(alias=alias, percent=to_percent, why=why)
+    """Go on to the next step, or to a later one; a paused rollout goes on too.
+
+    A rollout that was started by --force needs the version's release now, or --force again.
+    """
+    request = pb.PromoteRolloutRequest(alias=alias, percent=to_percent, why=why, release=_release(release), force=force)
     _print(call_routes(usage_address, lambda stub, options: stub.PromoteRollout(request, **options)).table, alias)
 
 
@@ -134,6 +157,10 @@ def print_routes(table: routes_pb2.RouteTable, alias: str = "") -> None:
     console = Console(highlight=False)
     console.print(f"revision {table.revision}", markup=False)
     console.print(shown)
+
+
+def _release(path: Path | None) -> bytes:
+    return b"" if path is None else read_release(path).to_json().encode()
 
 
 def _print(table: routes_pb2.RouteTable, alias: str) -> None:

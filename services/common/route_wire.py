@@ -133,6 +133,8 @@ def _rollout(field: str, message: pb.Rollout) -> Rollout:
     if message.state == pb.ROLLOUT_STATE_UNSPECIFIED or message.state not in pb.RolloutState.values():
         raise InvalidRequest(f"{field}: a rollout has a state.", param="state")
     _check_count(f"{field}.criteria", message.criteria, MAX_TARGETS)
+    if len(message.release_digest) not in (0, 32):
+        raise InvalidRequest(f"{field}: a release digest has 32 bytes.", param="release_digest")
     bake_s = message.bake.ToTimedelta().total_seconds()
     if bake_s < 0:
         raise InvalidRequest(f"{field}: the bake time is negative.", param="bake")
@@ -146,6 +148,7 @@ def _rollout(field: str, message: pb.Rollout) -> Rollout:
         step_time=message.step_time.ToMilliseconds() / 1000,
         reason=message.reason[:MAX_REASON_CHARS],
         criteria=dict(message.criteria),
+        release_digest=message.release_digest,
     )
 
 
@@ -193,6 +196,7 @@ def _rollout_message(rollout: Rollout) -> pb.Rollout:
         state=cast("pb.RolloutState.ValueType", rollout.state.value),
         reason=rollout.reason,
         criteria=rollout.criteria,
+        release_digest=rollout.release_digest,
     )
     message.bake.FromMilliseconds(round(rollout.bake_s * 1000))
     message.step_time.FromMilliseconds(round(rollout.step_time * 1000))

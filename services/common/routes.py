@@ -53,7 +53,8 @@ class RolloutState(enum.Enum):
 class Rollout:
     """A move from `baseline` to `candidate`. `step` is an index into `step_percents`, `step_time` in unix seconds.
 
-    `criteria` are what the candidate must hold, by name.
+    `criteria` are what the candidate must hold, by name. `release_digest` names the candidate's release where one that
+    has everything asked for was shown; empty while the rollout was only forced.
     """
 
     baseline: Target
@@ -65,6 +66,7 @@ class Rollout:
     step_time: float
     reason: str = ""
     criteria: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    release_digest: bytes = b""
 
     @property
     def percent(self) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
 from services.common.redis_client import REDIS_URL, parse_redis_url
 from services.usage.accounts import check_secret
+from services.usage.release_gate import check_keys
 from services.usage.store import parse_database_url
 
 
@@ -33,6 +34,9 @@ class UsageConfig:
     )
     bootstrap_key: str = setting(
         "", parse=check_secret, secret=True, help="API key of the tenant demo, created at start; empty for none"
+    )
+    release_keys: str = setting(
+        "", parse=check_keys, help="public keys that releases may be signed with, by commas; empty: rollouts are forced"
     )
     tls_dir: str = setting("", help="Folder of ca.crt, tls.crt, tls.key for TLS between services; empty for none")
     drain_grace_s: float = setting(5.0, parse=parse_seconds, help="seconds that running calls get at the end")

@@ -19,6 +19,7 @@ from services.common.routes import RouteTable
 from services.usage import rollout
 from services.usage.account_service import CallContext, authorization_of
 from services.usage.admin_keys import AdminKeys
+from services.usage.release_gate import Ask, ReleaseGate, reason
 from services.usage.route_log import Change, RouteLog
 
 PAGE = 20
@@ -29,9 +30,10 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 class RouteService(route_service_pb2_grpc.RouteServiceServicer):
     """Administrators only."""
 
-    def __init__(self, log: RouteLog, admins: AdminKeys, clock: Clock) -> None:
+    def __init__(self, log: RouteLog, admins: AdminKeys, gate: ReleaseGate, clock: Clock) -> None:
         self._log = log
         self._admins = admins
+        self._gate = gate
         self._clock = clock
 
     async def GetRoutes(self, request: pb.GetRoutesRequest, context: CallContext) -> pb.GetRoutesResponse:
@@ -79,16 +81,22 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
         )
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
-        """Raises InvalidRequest for a rollout under way, a withdrawn baseline, steps that do not rise to 100."""
+        """Raises InvalidRequest for a rollout under way, a withdrawn baseline, steps that do not rise to 100, and
+        what the gate refuses."""
         who = await self._actor(context)
+        ask = Ask(request.release, request.force)
         plan = rollout.Plan(
             target_of(request.candidate, request.alias),
             target_of(request.baseline, request.alias) if request.baseline else None,
             tuple(request.step_percents) or rollout.DEFAULT_STEPS,
             request.bake.ToTimedelta().total_seconds() if request.HasField("bake") else rollout.DEFAULT_BAKE_S,
         )
-        change = functools.partial(rollout.start, alias=request.alias, plan=plan, now=self._clock.wall())
-        why = request.why or f"rollout of {plan.candidate}"
+
+        def change(table: RouteTable) -> RouteTable:
+            started = rollout.start(table, request.alias, plan, now=self._clock.wall())
+            return self._gate.passed(started, request.alias, ask)
+
+        why = reason(ask, request.why) or f"rollout of {plan.candidate}"
         return await self._changed(pb.StartRolloutResponse, change, who, why)
 
     async def PromoteRollout(
@@ -96,10 +104,15 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
     ) -> pb.PromoteRolloutResponse:
         """Raises NotFound, InvalidRequest."""
         who = await self._actor(context)
-        change = functools.partial(
-            rollout.promote, alias=request.alias, now=self._clock.wall(), percent=request.percent or None
-        )
-        return await self._changed(pb.PromoteRolloutResponse, change, who, request.why or "promoted")
+        ask = Ask(request.release, request.force)
+
+        def change(table: RouteTable) -> RouteTable:
+            now, percent = self._clock.wall(), request.percent or None
+            return self._gate.passed(
+                rollout.promote(table, request.alias, now=now, percent=percent), request.alias, ask
+            )
+
+        return await self._changed(pb.PromoteRolloutResponse, change, who, reason(ask, request.why) or "promoted")
 
     async def PauseRollout(self, request: pb.PauseRolloutRequest, context: CallContext) -> pb.PauseRolloutResponse:
         """Raises NotFound, InvalidRequest."""

@@ -30,6 +30,7 @@ from services.common.http_server import listen as open_socket
 from services.common.lifecycle import StartupError, end_tasks
 from services.common.metrics import Metrics, MetricsServer, start_metrics_server
 from services.common.redis_client import connect
+from services.common.release import parse_keys
 from services.common.route_store import RouteStore
 from services.common.tls import GATEWAY, OPERATOR, access, load_tls
 from services.usage.account_service import AccountService
@@ -44,6 +45,7 @@ from services.usage.days import Days
 from services.usage.hot_copy import HotCopy
 from services.usage.price_service import PriceService
 from services.usage.rating import Rater
+from services.usage.release_gate import ReleaseGate
 from services.usage.route_log import RouteLog
 from services.usage.route_service import RouteService
 from services.usage.seals import Signer, open_signer
@@ -73,7 +75,9 @@ class UsageApp:
         self.admins = AdminKeys(store, clock, config.admin_token)
         self.account_service = AccountService(self.accounts, self.admins, store)
         self.route_log = RouteLog(store, RouteStore(self._redis), clock)
-        self.route_service = RouteService(self.route_log, self.admins, clock)
+        self.route_service = RouteService(
+            self.route_log, self.admins, ReleaseGate(parse_keys(config.release_keys)), clock
+        )
         self._http: HttpServer | None = None
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self.rater = Rater(store, clock)

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 import redis.asyncio as aioredis
+from click.testing import Result
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from typer.testing import CliRunner
 
+from cli.main import app as millrace
+from services.common.release import ContractResult, Evaluation, Manifest, Pins
 from services.common.route_store import RouteStore
 from services.common.routes import RouteTable
 from services.usage.config import UsageConfig
+from services.usage.seals import Signer
 from services.usage.wiring import UsageApp, build
 from tests.helpers.fake_worker import until
 from tests.helpers.redis import RedisProcess
+from tests.helpers.releases import signed
 
 ROOT = "root-token-for-tests"
+SIGNER = Signer(Ed25519PrivateKey.generate())
+FORCED = {"force": True, "why": "faster"}
 
 
 @pytest.fixture
 async def app(redis_server: RedisProcess, database_url: str) -> AsyncIterator[UsageApp]:
-    running = build(UsageConfig(redis_url=redis_server.url, database_url=database_url, admin_token=ROOT))
+    running = build(
+        UsageConfig(
+            redis_url=redis_server.url,
+            database_url=database_url,
+            admin_token=ROOT,
+            release_keys=SIGNER.public_key.hex(),
+        )
+    )
     await running.start()
     yield running
     await running.stop()
@@ -40,8 +60,8 @@ def weights(answer: httpx.Response) -> dict[str, int]:
 
 
 async def test_a_rollout_from_start_to_rollback_leaves_a_record_of_every_change(client: httpx.AsyncClient) -> None:
-    started = await client.post("/rollouts/m/start", json={"candidate": "2", "baseline": "1", "why": "faster"})
-    jumped = await client.post("/rollouts/m/promote", json={"percent": 100})
+    started = await client.post("/rollouts/m/start", json={"candidate": "2", "baseline": "1", **FORCED})
+    jumped = await client.post("/rollouts/m/promote", json={"percent": 100, **FORCED})
     back = await client.post("/rollouts/m/rollback", json={"why": "3 % errors"})
     again = await client.post("/rollouts/m/rollback")
 
@@ -54,8 +74,8 @@ async def test_a_rollout_from_start_to_rollback_leaves_a_record_of_every_change(
     assert again.status_code == 400
     acts = (await client.get("/audit")).json()["records"]
     assert [(act["actor"], act["action"], act["subject"], act["after"]["why"]) for act in acts] == [
-        ("root", "routes.change", "1", "faster"),
-        ("root", "routes.change", "2", "promoted"),
+        ("root", "routes.change", "1", "forced without an evaluated release: faster"),
+        ("root", "routes.change", "2", "forced without an evaluated release: faster"),
         ("root", "routes.change", "3", "3 % errors"),
     ]
     assert acts[1]["before"] == acts[0]["after"]
@@ -89,7 +109,7 @@ async def test_what_was_changed_without_this_service_is_recorded_and_a_lost_tabl
     app: UsageApp, client: httpx.AsyncClient, redis_client: aioredis.Redis
 ) -> None:
     store = RouteStore(redis_client)
-    await client.post("/rollouts/m/start", json={"candidate": "2", "baseline": "1"})
+    await client.post("/rollouts/m/start", json={"candidate": "2", "baseline": "1", **FORCED})
     stands = await store.read() or RouteTable()
     changed = await store.replace(stands, who="canary", why="looks good")
 
@@ -103,4 +123,61 @@ async def test_what_was_changed_without_this_service_is_recorded_and_a_lost_tabl
     await until(recorded)
     await redis_client.flushall()
     await until(back)
-    assert weights(await client.post("/rollouts/m/promote")) == {"1": 95, "2": 5}
+    assert weights(await client.post("/rollouts/m/promote", json=FORCED)) == {"1": 95, "2": 5}
+
+
+async def test_a_version_goes_out_by_its_evaluated_release_or_by_force_with_a_reason(
+    app: UsageApp, client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    evaluated = _release(tmp_path / "good.json", EVALUATED)
+    bare = _release(tmp_path / "bare.json", dataclasses.replace(EVALUATED, evaluation=None))
+    other = _release(tmp_path / "other.json", _manifest("3"))
+    stranger = _release(tmp_path / "stranger.json", EVALUATED, Signer(Ed25519PrivateKey.generate()))
+    start = ("start", "m", "--to", "2", "--from", "1")
+
+    refused = [
+        await rollout(app, *start),
+        await rollout(app, *start, "--force"),
+        await rollout(app, *start, "--release", bare),
+        await rollout(app, *start, "--release", other, "--force", "--why", "in a hurry"),
+        await rollout(app, *start, "--release", stranger, "--force", "--why", "in a hurry"),
+        await rollout(app, *start, "--release", tmp_path / "none.json"),
+    ]
+    untouched = (await client.get("/routes/history")).json()
+    forced = await rollout(app, *start, "--release", bare, "--force", "--why", "in a hurry")
+    alone = await rollout(app, "promote", "m")
+    shown = await rollout(app, "promote", "m", "--release", evaluated)
+    after = await rollout(app, "promote", "m")
+
+    words = ("No release of m@2 was shown", "force needs a reason", "it has no evaluation", "of m@3, not of m@2")
+    for answer, word in zip(refused, (*words, "not a trusted key", "cannot be read"), strict=True):
+        assert answer.exit_code != 0, answer.output
+        assert word in answer.output
+    assert untouched.get("revisions", []) == []
+    assert [answer.exit_code == 0 for answer in (forced, alone, shown, after)] == [True, False, True, True]
+    history = (await client.get("/routes/history")).json()["revisions"]
+    assert [entry["why"] for entry in history] == [
+        "promoted", "promoted", "forced without an evaluated release: in a hurry",
+    ]  # fmt: skip
+    digests = [entry["table"]["routes"][0]["rollout"].get("release_digest", "") for entry in history]
+    assert digests == [base64.b64encode(EVALUATED.digest).decode()] * 2 + [""]
+
+
+def _manifest(version: str) -> Manifest:
+    pins = Pins("m", version, *["-"] * 8, max_model_len=1, max_num_seqs=1, sampling_defaults={})
+    return Manifest(pins, Evaluation(f"m@{version}", 20.0, 1000, 40.0, {}), ContractResult(9, 0, 0))
+
+
+EVALUATED = _manifest("2")
+
+
+def _release(file: Path, manifest: Manifest, signer: Signer = SIGNER) -> Path:
+    file.write_text(signed(manifest, signer).to_json())
+    return file
+
+
+async def rollout(app: UsageApp, *arguments: object) -> Result:
+    """One command, in a thread of its own: it runs its own loop."""
+    argv = ["rollout", *map(str, arguments), "--usage-address", app.address]
+    env = {"MILLRACE_ADMIN_TOKEN": ROOT, "COLUMNS": "160"}
+    return await asyncio.to_thread(CliRunner().invoke, millrace, argv, env=env)

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from millrace.common.v1 import common_pb2 as millrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/common/v1/routes.proto\x12\x12millrace.common.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fmillrace/common/v1/common.proto\"-\n\x0bRouteTarget\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"Q\n\x0eWeightedTarget\x12/\n\x06target\x18\x01 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\x0e\n\x06weight\x18\x02 \x01(\x05\"M\n\x0bRouteShadow\x12/\n\x06target\x18\x01 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\r\n\x05share\x18\x02 \x01(\x01\"\x9c\x03\n\x07Rollout\x12\x31\n\x08\x62\x61seline\x18\x01 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\x32\n\tcandidate\x18\x02 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\x15\n\rstep_percents\x18\x03 \x03(\x05\x12\x0c\n\x04step\x18\x04 \x01(\x05\x12/\n\x05state\x18\x05 \x01(\x0e\x32 .millrace.common.v1.RolloutState\x12\'\n\x04\x62\x61ke\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\tstep_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12;\n\x08\x63riteria\x18\t \x03(\x0b\x32).millrace.common.v1.Rollout.CriteriaEntry\x1a/\n\rCriteriaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xab\x02\n\x05Route\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x33\n\x07targets\x18\x02 \x03(\x0b\x32\".millrace.common.v1.WeightedTarget\x12\x31\n\x04pins\x18\x03 \x03(\x0b\x32#.millrace.common.v1.Route.PinsEntry\x12/\n\x06shadow\x18\x04 \x01(\x0b\x32\x1f.millrace.common.v1.RouteShadow\x12,\n\x07rollout\x18\x05 \x01(\x0b\x32\x1b.millrace.common.v1.Rollout\x1aL\n\tPinsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12.\n\x05value\x18\x02 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget:\x02\x38\x01\"\xa9\x01\n\x08PoolRule\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x39\n\x0epriority_class\x18\x04 \x01(\x0e\x32!.millrace.common.v1.PriorityClass\x12\x35\n\x0clength_class\x18\x05 \x01(\x0e\x32\x1f.millrace.common.v1.LengthClass\"\xaf\x01\n\nRouteTable\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12)\n\x06routes\x18\x02 \x03(\x0b\x32\x19.millrace.common.v1.Route\x12\x30\n\npool_rules\x18\x03 \x03(\x0b\x32\x1c.millrace.common.v1.PoolRule\x12\x32\n\twithdrawn\x18\x04 \x03(\x0b\x32\x1f.millrace.common.v1.RouteTarget*\x9d\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15ROLLOUT_STATE_RUNNING\x10\x01\x12\x18\n\x14ROLLOUT_STATE_PAUSED\x10\x02\x12\x1a\n\x16ROLLOUT_STATE_PROMOTED\x10\x03\x12\x1d\n\x19ROLLOUT_STATE_ROLLED_BACK\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmillrace/common/v1/routes.proto\x12\x12millrace.common.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fmillrace/common/v1/common.proto\"-\n\x0bRouteTarget\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"Q\n\x0eWeightedTarget\x12/\n\x06target\x18\x01 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\x0e\n\x06weight\x18\x02 \x01(\x05\"M\n\x0bRouteShadow\x12/\n\x06target\x18\x01 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\r\n\x05share\x18\x02 \x01(\x01\"\xb4\x03\n\x07Rollout\x12\x31\n\x08\x62\x61seline\x18\x01 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\x32\n\tcandidate\x18\x02 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget\x12\x15\n\rstep_percents\x18\x03 \x03(\x05\x12\x0c\n\x04step\x18\x04 \x01(\x05\x12/\n\x05state\x18\x05 \x01(\x0e\x32 .millrace.common.v1.RolloutState\x12\'\n\x04\x62\x61ke\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12-\n\tstep_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06reason\x18\x08 \x01(\t\x12;\n\x08\x63riteria\x18\t \x03(\x0b\x32).millrace.common.v1.Rollout.CriteriaEntry\x12\x16\n\x0erelease_digest\x18\n \x01(\x0c\x1a/\n\rCriteriaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xab\x02\n\x05Route\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x33\n\x07targets\x18\x02 \x03(\x0b\x32\".millrace.common.v1.WeightedTarget\x12\x31\n\x04pins\x18\x03 \x03(\x0b\x32#.millrace.common.v1.Route.PinsEntry\x12/\n\x06shadow\x18\x04 \x01(\x0b\x32\x1f.millrace.common.v1.RouteShadow\x12,\n\x07rollout\x18\x05 \x01(\x0b\x32\x1b.millrace.common.v1.Rollout\x1aL\n\tPinsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12.\n\x05value\x18\x02 \x01(\x0b\x32\x1f.millrace.common.v1.RouteTarget:\x02\x38\x01\"\xa9\x01\n\x08PoolRule\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x39\n\x0epriority_class\x18\x04 \x01(\x0e\x32!.millrace.common.v1.PriorityClass\x12\x35\n\x0clength_class\x18\x05 \x01(\x0e\x32\x1f.millrace.common.v1.LengthClass\"\xaf\x01\n\nRouteTable\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12)\n\x06routes\x18\x02 \x03(\x0b\x32\x19.millrace.common.v1.Route\x12\x30\n\npool_rules\x18\x03 \x03(\x0b\x32\x1c.millrace.common.v1.PoolRule\x12\x32\n\twithdrawn\x18\x04 \x03(\x0b\x32\x1f.millrace.common.v1.RouteTarget*\x9d\x01\n\x0cRolloutState\x12\x1d\n\x19ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15ROLLOUT_STATE_RUNNING\x10\x01\x12\x18\n\x14ROLLOUT_STATE_PAUSED\x10\x02\x12\x1a\n\x16ROLLOUT_STATE_PROMOTED\x10\x03\x12\x1d\n\x19ROLLOUT_STATE_ROLLED_BACK\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,8 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROLLOUT_CRITERIAENTRY']._serialized_options = b'8\001'
   _globals['_ROUTE_PINSENTRY']._loaded_options = None
   _globals['_ROUTE_PINSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLLOUTSTATE']._serialized_start=1430
-  _globals['_ROLLOUTSTATE']._serialized_end=1587
+  _globals['_ROLLOUTSTATE']._serialized_start=1454
+  _globals['_ROLLOUTSTATE']._serialized_end=1611
   _globals['_ROUTETARGET']._serialized_start=153
   _globals['_ROUTETARGET']._serialized_end=198
   _globals['_WEIGHTEDTARGET']._serialized_start=200
@@ -47,15 +47,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTESHADOW']._serialized_start=283
   _globals['_ROUTESHADOW']._serialized_end=360
   _globals['_ROLLOUT']._serialized_start=363
-  _globals['_ROLLOUT']._serialized_end=775
-  _globals['_ROLLOUT_CRITERIAENTRY']._serialized_start=728
-  _globals['_ROLLOUT_CRITERIAENTRY']._serialized_end=775
-  _globals['_ROUTE']._serialized_start=778
-  _globals['_ROUTE']._serialized_end=1077
-  _globals['_ROUTE_PINSENTRY']._serialized_start=1001
-  _globals['_ROUTE_PINSENTRY']._serialized_end=1077
-  _globals['_POOLRULE']._serialized_start=1080
-  _globals['_POOLRULE']._serialized_end=1249
-  _globals['_ROUTETABLE']._serialized_start=1252
-  _globals['_ROUTETABLE']._serialized_end=1427
+  _globals['_ROLLOUT']._serialized_end=799
+  _globals['_ROLLOUT_CRITERIAENTRY']._serialized_start=752
+  _globals['_ROLLOUT_CRITERIAENTRY']._serialized_end=799
+  _globals['_ROUTE']._serialized_start=802
+  _globals['_ROUTE']._serialized_end=1101
+  _globals['_ROUTE_PINSENTRY']._serialized_start=1025
+  _globals['_ROUTE_PINSENTRY']._serialized_end=1101
+  _globals['_POOLRULE']._serialized_start=1104
+  _globals['_POOLRULE']._serialized_end=1273
+  _globals['_ROUTETABLE']._serialized_start=1276
+  _globals['_ROUTETABLE']._serialized_end=1451
 # @@protoc_insertion_point(module_scope)

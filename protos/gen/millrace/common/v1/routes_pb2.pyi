@@ -162,11 +162,14 @@ class Rollout(_message.Message):
     STEP_TIME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CRITERIA_FIELD_NUMBER: _builtins.int
+    RELEASE_DIGEST_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Index into step_percents."""
     state: Global___RolloutState.ValueType
     reason: _builtins.str
     """Why it was paused or rolled back."""
+    release_digest: _builtins.bytes
+    """SHA-256 of the candidate's release manifest, which has what a rollout asks for; empty while it was only forced."""
     @_builtins.property
     def baseline(self) -> Global___RouteTarget: ...
     @_builtins.property
@@ -199,10 +202,11 @@ class Rollout(_message.Message):
         step_time: _timestamp_pb2.Timestamp | None = ...,
         reason: _builtins.str = ...,
         criteria: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        release_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "step_time", b"step_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "criteria", b"criteria", "reason", b"reason", "state", b"state", "step", b"step", "step_percents", b"step_percents", "step_time", b"step_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "criteria", b"criteria", "reason", b"reason", "release_digest", b"release_digest", "state", b"state", "step", b"step", "step_percents", b"step_percents", "step_time", b"step_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

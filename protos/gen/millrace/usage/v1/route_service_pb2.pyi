@@ -227,12 +227,18 @@ class StartRolloutRequest(_message.Message):
     STEP_PERCENTS_FIELD_NUMBER: _builtins.int
     BAKE_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     alias: _builtins.str
     candidate: _builtins.str
     """`version` of the model of that name, or `model@version`."""
     baseline: _builtins.str
     """Empty: the one version that the name stands for now."""
     why: _builtins.str
+    release: _builtins.bytes
+    """The candidate's release file, with evaluation and contract-suite result, signed with a key that the service trusts."""
+    force: _builtins.bool
+    """Goes without such a release; `why` is then required, and the history says that it was forced."""
     @_builtins.property
     def step_percents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty: 1, 5, 25, 100."""
@@ -250,10 +256,12 @@ class StartRolloutRequest(_message.Message):
         step_percents: _abc.Iterable[_builtins.int] | None = ...,
         bake: _duration_pb2.Duration | None = ...,
         why: _builtins.str = ...,
+        release: _builtins.bytes = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "step_percents", b"step_percents", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "force", b"force", "release", b"release", "step_percents", b"step_percents", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,20 +294,27 @@ class PromoteRolloutRequest(_message.Message):
     ALIAS_FIELD_NUMBER: _builtins.int
     PERCENT_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     alias: _builtins.str
     percent: _builtins.int
     """The first step of at least so much; 0 means the next."""
     why: _builtins.str
+    release: _builtins.bytes
+    """As in StartRolloutRequest; not needed where the rollout was started or promoted with one."""
+    force: _builtins.bool
     def __init__(
         self,
         *,
         alias: _builtins.str = ...,
         percent: _builtins.int = ...,
         why: _builtins.str = ...,
+        release: _builtins.bytes = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "percent", b"percent", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "force", b"force", "percent", b"percent", "release", b"release", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
