@@ -12,8 +12,18 @@ from millrace.worker.v1 import worker_service_pb2 as pb
 from services.worker.config import WorkerConfig, WorkerRole
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import EngineStats, SchedulerOutput
+from services.worker.model_source import LoadedModel
 from tests.helpers.tcp_proxy import TcpProxy, tcp_proxy
-from tests.helpers.worker import WAIT_S, GatewayClient, WorkerRig, echo_config, poll, running_worker, submit_request
+from tests.helpers.worker import (
+    WAIT_S,
+    GatewayClient,
+    WorkerRig,
+    echo_config,
+    poll,
+    running_worker,
+    scripted_echo,
+    submit_request,
+)
 
 
 @dataclasses.dataclass
@@ -95,13 +105,21 @@ async def pair_of_workers(
     decode: WorkerConfig | None = None,
     prefill_steps: Callable[[SchedulerOutput], None] = lambda _: None,
     decode_steps: Callable[[SchedulerOutput], None] = lambda _: None,
+    model: Callable[[WorkerConfig], LoadedModel] | None = None,
 ) -> AsyncIterator[Pair]:
-    """Both workers verify that what they read of their blocks is what belongs there."""
+    """Both workers verify that what they read of their blocks is what belongs there, unless `model` loads another."""
     prefill = prefill or peer_config(WorkerRole.PREFILL)
     decode = decode or peer_config(WorkerRole.DECODE)
+    steps = {WorkerRole.DECODE: decode_steps}
+
+    def scripted(config: WorkerConfig) -> LoadedModel:
+        before_step = steps.get(config.engine.role, prefill_steps)
+        return scripted_echo(config, FakeScript(before_step=before_step, verify=True))
+
+    load = model or scripted
     async with (
-        running_worker(config=prefill, script=FakeScript(before_step=prefill_steps, verify=True)) as p,
-        running_worker(config=decode, script=FakeScript(before_step=decode_steps, verify=True)) as d,
+        running_worker(config=prefill, model=load(prefill)) as p,
+        running_worker(config=decode, model=load(decode)) as d,
         tcp_proxy(p.app.address) as link,
     ):
         gateway = await d.gateway()

@@ -310,10 +310,11 @@ async def running_worker(
     script: FakeScript | None = None,
     clock: Clock | None = None,
     store: AdmissionStore | None = None,
+    model: LoadedModel | None = None,
 ) -> AsyncIterator[WorkerRig]:
-    """A worker of the echo model, stopped at the end. `script` replaces the runner's latency and faults."""
+    """A worker of `model`, or of echo, stopped at the end. `script` replaces the runner's latency and faults."""
     config = config if config is not None else echo_config()
-    model = load_model(config)
+    model = model if model is not None else load_model(config)
     if script is not None:
         model = LoadedModel(FakeModelRunner(model.runner.spec, script=script), model.served, model.budget_text)
     remembering = RememberingStore()
