@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from services.common import entry_point
@@ -33,20 +34,24 @@ class WorkerProcesses:
         self._step_ms = step_ms
         self._by_address: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *, engine: str = "max_model_len=2048,num_blocks=2048", env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`env` is added to the worker's environment."""
         address = f"unix:{self._folder}/{name}"
-        env = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")} | {
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")}
+        settings = {
             "PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}",
             "MILLRACE_MODEL": "echo",
             "MILLRACE_ECHO_STEP_MS": str(self._step_ms),
             "MILLRACE_REDIS_URL": self._redis_url,
             "MILLRACE_GRPC_LISTEN": address,
-            "MILLRACE_ENGINE": "max_model_len=2048,num_blocks=2048",
+            "MILLRACE_ENGINE": engine,
         }
         process = self._by_address[address] = subprocess.Popen(
             [sys.executable, "-m", self._module],
             cwd=ROOT,
-            env=env,
+            env={**kept, **settings, **(env or {})},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
