@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, Unsupported
 
 KEY_BYTES = 255
+_GENERATE = b"/millrace.gateway.v1.GatewayService/Generate"
 _EVENT_ID = re.compile(r"([0-9A-Z]{26}):(\d{1,9})")
 
 
@@ -52,6 +53,25 @@ def parse_come_back(headers: Iterable[tuple[bytes, bytes]], path: str, raw: byte
     body = hashlib.sha256(path.encode() + b"\0" + canonical).hexdigest()
     digest = "" if key is None else hashlib.sha256(key).hexdigest()
     return ComeBack(digest, body, last_event, (_one(sent, b"authorization") or b"").decode("latin-1"))
+
+
+def parse_call(metadata: Iterable[tuple[str, str | bytes]], request: bytes) -> ComeBack | None:
+    """As `parse_come_back`, of a gRPC generation: `request` is its message, serialized the same way each time.
+
+    Raises InvalidRequest, Unsupported for what is of HTTP streams only.
+    """
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in metadata if isinstance(value, str)]
+    for name in (b"x-millrace-resume", b"last-event-id"):
+        if _one(sent, name) is not None:
+            raise Unsupported(f"`{name.decode()}` is served over HTTP only.", param=name.decode())
+    key = _one(sent, b"idempotency-key")
+    if key is None:
+        return None
+    if not 0 < len(key) <= KEY_BYTES:
+        raise InvalidRequest(f"`idempotency-key` has 1 to {KEY_BYTES} bytes.", param="idempotency-key")
+    body = hashlib.sha256(_GENERATE + b"\0" + request).hexdigest()
+    authorization = (_one(sent, b"authorization") or b"").decode("latin-1")
+    return ComeBack(hashlib.sha256(key).hexdigest(), body, None, authorization)
 
 
 def parse_last_event(headers: Iterable[tuple[bytes, bytes]]) -> EventId | None:

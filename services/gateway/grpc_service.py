@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from grpc_status import rpc_status
 from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 from millrace.gateway.v1 import usage_sums_pb2 as usage_pb
 
 from services.common.admission_types import KeyRecord
-from services.common.errors import Cancelled, InvalidRequest, Unsupported
-from services.gateway.answering import ending_of
+from services.common.errors import InvalidRequest
 from services.gateway.auth import INFERENCE, USAGE_READ
+from services.gateway.come_back import parse_call
 from services.gateway.embedding import Embedder
 from services.gateway.front_parts import FrontParts
-from services.gateway.generation import Generation, ValidRequest
-from services.gateway.grpc_chat import call_deltas, chat_of
+from services.gateway.generation import ValidRequest
+from services.gateway.grpc_chat import chat_of
 from services.gateway.grpc_embed import embed_drafts, embed_response, timeout_of
-from services.gateway.http_errors import as_millrace
+from services.gateway.grpc_generate import GenerateJob, GenerateRun, kept_messages
 from services.gateway.peers import HOLDS
 from services.gateway.request_draft import (
     GrammarDraft,
@@ -33,8 +33,6 @@ from services.gateway.request_draft import (
     TextPrompt,
     TokenPrompt,
 )
-from services.gateway.text_stream import TextDelta, TextToken, text_deltas
-from services.gateway.tokenizer import Tokenizer
 
 # As the header of the HTTP door.
 SESSION_METADATA = "x-millrace-session"
@@ -60,44 +58,29 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         pb_grpc.add_GatewayServiceServicer_to_server(self, server)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """One generation. A cancelled call cancels the work; the call's deadline is the request's."""
+        """One generation, whose deadline is the call's. A cancelled call cancels the work, unless it has an
+        `idempotency-key`: then as over HTTP. Raises IdempotencyConflict."""
         key = await self._key(context)
-        if any(name == "idempotency-key" for name, _ in context.invocation_metadata() or ()):
-            raise Unsupported("`idempotency-key` is served over HTTP only.", param="idempotency-key")
         draft = dataclasses.replace(
             _draft(request, context.time_remaining()), session=_sent(context, SESSION_METADATA) or ""
         )
-        valid = await self._validator.validate(key, draft)
-        generation = await self._generator.start(key, valid)
-        ending = ending_of(Cancelled("The client went away."))
-        reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
-        counts, reasoned = [0] * valid.sampling.choice_count, [0] * valid.sampling.choice_count
-        request_id = generation.request_id
-        try:
-            accepted = pb.GenerateAccepted(
-                model=valid.model.card.model, seed=valid.sampling.seed, created_unix_seconds=int(self._clock.wall())
-            )
-            yield pb.GenerateResponse(request_id=request_id, accepted=accepted)
-            async with contextlib.aclosing(text_deltas(generation)) as deltas:
-                async for delta in deltas:
-                    yield pb.GenerateResponse(request_id=request_id, delta=_delta(delta, generation.request))
-                    # The generator is resumed once the transport has taken the message.
-                    generation.mark_delivered(delta.choice, delta.delivered, delta.reasoning_delivered)
-                    counts[delta.choice] = delta.delivered
-                    reasoned[delta.choice] = delta.reasoning_delivered
-                    if delta.finish_reason is not None:
-                        reasons[delta.choice] = delta.finish_reason
-            completed = pb.GenerateCompleted(
-                usage=_usage(generation, counts, reasoned), model=generation.request.model.card.model
-            )
-            ending = common_pb2.TERMINAL_STATE_COMPLETED, reasons[0], ""
-            yield pb.GenerateResponse(request_id=request_id, completed=completed)
-        except Exception as error:
-            ending = ending_of(as_millrace(error))
-            raise
-        finally:
-            # A cancelled call leaves by CancelledError or GeneratorExit.
-            await asyncio.shield(generation.finish(*ending))
+        job = GenerateJob(lambda: self._validator.validate(key, draft), lambda valid: self._begin(key, valid))
+        ask = parse_call(context.invocation_metadata() or (), request.SerializeToString(deterministic=True))
+        if ask is None:
+            await job.validate()
+            async with contextlib.aclosing((await job.begin()).direct()) as messages:
+                async for message in messages:
+                    yield message
+            return
+        async with (
+            self._answers.opened(key.tenant, ask, job) as parts,
+            contextlib.aclosing(kept_messages(parts)) as kept,
+        ):
+            async for found in kept:
+                if isinstance(found, pb.GenerateResponse):
+                    yield found
+                else:
+                    await context.abort_with_status(rpc_status.to_status(found))
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Embeddings of all inputs, or the first one's error. The call's deadline is that of each."""
@@ -144,6 +127,9 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
                 else:
                     headers = [pb.AnswerHeader(name=name, value=value) for name, value in part.headers]
                     yield pb.ContinueResponse(head=pb.AnswerHead(status=part.status, headers=headers))
+
+    async def _begin(self, key: KeyRecord, valid: ValidRequest) -> GenerateRun:
+        return GenerateRun(await self._generator.start(key, valid), int(self._clock.wall()))
 
     async def _key(self, context: Context, scope: str = INFERENCE) -> KeyRecord:
         return await self._keyring.authenticate(_sent(context, "authorization"), scope)
@@ -211,39 +197,3 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
 def _shortest(value: float | None) -> float | None:
     """A float32 of the wire as the decimal its sender meant: 0.1, not 0.10000000149."""
     return None if value is None else float(f"{value:.7g}")
-
-
-def _delta(delta: TextDelta, valid: ValidRequest) -> pb.GenerateDelta:
-    tokenizer = valid.model.tokenizer
-    return pb.GenerateDelta(
-        choice=delta.choice,
-        text=delta.text,
-        token_ids=[token.token_id for token in delta.tokens],
-        logprobs=_logprobs(tokenizer, delta.tokens),
-        finish_reason=delta.finish_reason or common_pb2.FINISH_REASON_UNSPECIFIED,
-        reasoning=delta.reasoning,
-        tool_calls=call_deltas(delta.calls),
-    )
-
-
-def _logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> list[pb.TokenLogprob]:
-    made = []
-    for position in (token.logprobs for token in tokens if token.logprobs is not None):
-        raw = tokenizer.token_bytes(position.token.token_id)
-        top = [
-            pb.AlternativeLogprob(token=t.decode("utf-8", "replace"), token_bytes=t, logprob=alternative.logprob)
-            for alternative in position.top
-            for t in (tokenizer.token_bytes(alternative.token_id),)
-        ]
-        text = raw.decode("utf-8", "replace")
-        made.append(pb.TokenLogprob(token=text, token_bytes=raw, logprob=position.token.logprob, top=top))
-    return made
-
-
-def _usage(generation: Generation, counts: Sequence[int], reasoned: Sequence[int]) -> common_pb2.TokenUsage:
-    return common_pb2.TokenUsage(
-        prompt_token_count=len(generation.request.prompt_token_ids),
-        cached_token_count=generation.cached_token_count,
-        completion_token_count=sum(counts),
-        reasoning_token_count=sum(reasoned),
-    )

@@ -86,6 +86,12 @@ class ResumableAnswers:
 
     async def answer(self, tenant: str, ask: ComeBack, job: Job, send: Send) -> None:
         """Start, join or replay. Raises IdempotencyConflict, NotFound, and what the job raises, before any byte."""
+        async with self.opened(tenant, ask, job) as parts:
+            await relay(parts, send)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, tenant: str, ask: ComeBack, job: Job) -> AsyncGenerator[Parts, None]:
+        """The answer that `answer` writes, read while the context is open. Raises as `answer`."""
         async with contextlib.AsyncExitStack() as reading:
             if ask.key:
                 async with self._alone((tenant, ask.key)):
@@ -95,7 +101,7 @@ class ResumableAnswers:
                 log = self._keep(tenant, await job.begin(), None)
                 reading.enter_context(log.reading())
                 parts = log.read(-1)
-            await relay(parts, send)
+            yield parts
 
     async def resume(
         self, tenant: str, request_id: str, last_event: EventId | None, authorization: str, send: Send

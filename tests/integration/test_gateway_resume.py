@@ -13,10 +13,13 @@ import httpx
 import pytest
 import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
+from millrace.gateway.v1 import gateway_service_pb2 as pb
+from millrace.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from millrace.usage.v1 import usage_event_pb2
 
 from services.common.admission_store import AdmissionStore, usage_stream
 from services.common.admission_types import KeyRecord, QuotaLimits
+from services.common.grpc_client import open_channel
 from services.gateway import resumable
 from services.gateway.config import GatewayConfig
 from services.gateway.wiring import GatewayApp, build
@@ -98,6 +101,23 @@ async def test_fifty_equal_posts_over_two_gateways_are_one_generation_and_one_bi
     assert {a.status_code for a in (*answers, again)} == {200}
     assert len({a.content for a in (*answers, again)}) == 1
     assert len({a.headers["x-request-id"] for a in (*answers, again)}) == 1
+    [event] = await pair.usage_events(1)
+    assert event.terminal_state == common_pb2.TERMINAL_STATE_COMPLETED
+    assert event.billed.completion_token_count == 40
+
+
+async def test_equal_grpc_calls_over_two_gateways_are_one_generation_and_one_bill(pair: Pair) -> None:
+    request = pb.GenerateRequest(model="echo", prompt="t1 t2 ", max_token_count=40, ignore_eos=True)
+    sent = (("authorization", "Bearer mr_test_secret"), ("idempotency-key", "order 7"))
+
+    async def call(address: str) -> list[pb.GenerateResponse]:
+        async with open_channel(address) as channel:
+            return [message async for message in GatewayServiceStub(channel).Generate(request, metadata=sent)]
+
+    answers = await asyncio.gather(*(call(pair.apps[i % 2].grpc_address) for i in range(10)))
+
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0][-1].completed.usage.completion_token_count == 40
     [event] = await pair.usage_events(1)
     assert event.terminal_state == common_pb2.TERMINAL_STATE_COMPLETED
     assert event.billed.completion_token_count == 40

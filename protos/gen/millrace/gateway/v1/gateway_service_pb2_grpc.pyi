@@ -37,7 +37,9 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_service_pb2.GenerateRequest, _gateway_service_pb2.GenerateResponse]
-    """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage."""
+    """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage. With the metadata
+    `idempotency-key`, equal calls of a tenant are one generation for 24 hours.
+    """
     Embed: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.EmbedRequest, _gateway_service_pb2.EmbedResponse]
     """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]
@@ -58,7 +60,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_service_pb2.GenerateRequest, _gateway_service_pb2.GenerateResponse]  # type: ignore[assignment]
-    """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage."""
+    """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage. With the metadata
+    `idempotency-key`, equal calls of a tenant are one generation for 24 hours.
+    """
     Embed: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.EmbedRequest, _gateway_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -82,7 +86,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_service_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_service_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_service_pb2.GenerateResponse]]:
-        """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage."""
+        """One generation, streamed: Accepted, then deltas, then one finish per choice, then usage. With the metadata
+        `idempotency-key`, equal calls of a tenant are one generation for 24 hours.
+        """
 
     @_abc_1.abstractmethod
     def Embed(
