@@ -23,6 +23,7 @@ from services.worker.engine.proposer import NgramProposer, Proposer
 from services.worker.grammar_gate import GrammarCompiler
 from services.worker.release_pins import Build, held_to, kernel_version, pins_of, runtime_version
 from services.worker.service import ServedModel
+from services.worker.stages import StageClock
 
 if TYPE_CHECKING:
     from services.worker.runtime.factory import LoadedCard
@@ -38,7 +39,7 @@ ECHO_LONG_SEQUENCES = 4
 class LoadedModel:
     """A runner ready for its first step, its card, what start-up says about memory, and who guesses tokens ahead.
 
-    `grammars` None: the runner has no structured output, and the card says so.
+    `grammars` None: the runner has no structured output, and the card says so. `stages` goes on to run until ready.
     """
 
     runner: ModelRunner
@@ -46,6 +47,7 @@ class LoadedModel:
     budget_text: str
     proposer: Proposer | None = None
     grammars: GrammarCompiler | None = None
+    stages: StageClock = dataclasses.field(default_factory=StageClock)
 
 
 def load_model(config: WorkerConfig) -> LoadedModel:
@@ -122,10 +124,12 @@ def _echo(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
 
 
 def _torch(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
+    stages = StageClock()
     # Here and not above: a worker of the echo model must not load torch.
     from services.worker.models.errors import ModelLoadError
     from services.worker.runtime.factory import DraftOptions, RunnerOptions, load_runner
 
+    stages.ended("imports")
     knobs = config.engine
     draft = None
     if knobs.speculation.kind in ("draft", "self"):
@@ -145,7 +149,7 @@ def _torch(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
         draft=draft,
     )
     try:
-        loaded = load_runner(options)
+        loaded = load_runner(options, stages)
     except ModelLoadError as error:
         raise StartupError(f"The model cannot be served: {error}.") from error
     facts = loaded.card
@@ -174,6 +178,7 @@ def _torch(config: WorkerConfig) -> tuple[LoadedModel, Pins]:
         facts.budget_text,
         proposer=loaded.proposer,
         grammars=loaded.grammars,
+        stages=stages,
     )
     return model, pins_of(card, _build(facts))
 

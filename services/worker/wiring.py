@@ -43,6 +43,7 @@ from services.worker.runtime.tier_disk import DiskTier
 from services.worker.runtime.tier_file import FileFormat
 from services.worker.runtime.tier_store import TierStore
 from services.worker.service import WorkerService
+from services.worker.stages import StageClock
 from services.worker.streams import Failure
 from services.worker.tenant_caps import TenantCaps
 from services.worker.terminals import TerminalWriter
@@ -87,6 +88,7 @@ class WorkerParts:
     tiers: TierStore | None
     reporter: UsageReporter
     peers: KVPeers
+    stages: StageClock
 
     def on_report(self, report: LoopReport) -> None:
         """Tell everybody what the engine did: peers first, so that what has ended for a gateway has ended for them."""
@@ -181,10 +183,12 @@ class WorkerApp:
         parts, config = self.parts, self.parts.config
         self._metrics_server = await _metrics_server(self)
         parts.engine.start(parts.on_report)
+        parts.stages.ended("wiring")
         try:
             await parts.engine.canary(parts.canary_token_id, CANARY_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
             raise StartupError("The engine did not generate its first token; see the log above.") from error
+        parts.stages.ended("canary")
         self._server = await start_server(
             config.grpc_listen,
             self._add_service,
@@ -198,7 +202,8 @@ class WorkerApp:
         self._spawn("sweep", parts.hub.sweep())
         self._spawn("terminals", parts.terminals.run())
         self._spawn("usage", parts.reporter.run())
-        structlog.get_logger().info("worker_ready", address=self.address, model=parts.identity.model.model)
+        model, stages_s = parts.identity.model.model, parts.stages.seconds
+        structlog.get_logger().info("worker_ready", address=self.address, model=model, stages_s=stages_s)
 
     async def _end_streams(self, grace_s: float) -> None:
         parts = self.parts
@@ -254,8 +259,7 @@ def build(
     engine = EngineLoop(_engine(config, loaded, tiers, table.caps), clock=clock)
     gate = GrammarGate(engine, loaded.grammars)
     board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
-    terminals = TerminalWriter(store, clock)
-    log = AttemptLog(identity.instance)
+    terminals, log = TerminalWriter(store, clock), AttemptLog(identity.instance)
     reporter = UsageReporter(log, _publisher(redis, identity.pool), identity, lambda: engine.time_spent, clock)
     hub = GatewayHub(
         worker_instance=identity.instance,
@@ -288,6 +292,7 @@ def build(
         tiers,
         reporter,
         peers,
+        loaded.stages,
     )
     gate.on_report = parts.on_report
     service.begin_drain = (app := WorkerApp(parts)).begin_drain

@@ -18,6 +18,7 @@ from services.worker.models.gguf_file import GGUFFile, read_gguf
 from services.worker.models.model_config import ModelConfig, RopeConfig, RopeScaling, check_config
 from services.worker.models.tensors import GGMLType, IndexArray, NamedTensors, StoredTensor
 from services.worker.models.tokenizer_export import TokenizerExport, tokenizer_from_gguf
+from services.worker.stages import StageClock
 
 # Architectures whose query and key rows are stored for interleaved rope pairs.
 _PERMUTED = frozenset({"llama"})
@@ -48,16 +49,22 @@ _LAYER_NAMES = {
 _PLAIN = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16})
 
 
-def load_gguf(path: Path) -> Checkpoint:
+def load_gguf(path: Path, stages: StageClock | None = None) -> Checkpoint:
     """Read `path`; raises ModelLoadError. Blocks on disk (header, and once through the file for its digest)."""
+    stages = stages if stages is not None else StageClock()
     file = read_gguf(path)
+    stages.ended("map")
     tokenizer = tokenizer_from_gguf(file.metadata)
+    stages.ended("tokenizer")
     config = check_config(_config(file, tokenizer))
     tensors = _canonical_tensors(file, config)
     quantised = any(tensor.encoding not in _PLAIN for tensor in file.tensors.values())
     name = meta.optional_text(file.metadata, "general.name") or path.stem
     owner = meta.optional_text(file.metadata, "general.organization") or "unknown"
-    return Checkpoint(name, owner, file_digest(path), config, tensors, tokenizer, quantised)
+    stages.ended("map")
+    digest = file_digest(path)
+    stages.ended("digest")
+    return Checkpoint(name, owner, digest, config, tensors, tokenizer, quantised)
 
 
 def file_digest(path: Path) -> bytes:

