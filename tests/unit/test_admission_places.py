@@ -129,9 +129,9 @@ async def test_each_refused_caller_is_sent_to_a_place_behind_the_one_before(
 
     waits = [wait_ms(await ask(store, f"late-{number}", prompt=100 + number)) for number in range(5)]
 
-    # One request of 20 tokens a second.
+    # One request of 20 tokens a second, and a quarter more.
     gaps = [after - before for before, after in itertools.pairwise(waits)]
-    assert all(900 <= gap <= 1_100 for gap in gaps)
+    assert all(1_150 <= gap <= 1_350 for gap in gaps)
 
 
 async def test_another_tenants_refused_callers_lengthen_no_ones_wait(store: AdmissionStore, time: StoreTime) -> None:
@@ -140,7 +140,7 @@ async def test_another_tenants_refused_callers_lengthen_no_ones_wait(store: Admi
         await ask(store, f"late-{number}", prompt=100 + number)
 
     # Two tenants share the drain.
-    assert wait_ms(await ask(store, "quiet", prompt=1, tenant="quiet")) <= 2_200
+    assert wait_ms(await ask(store, "quiet", prompt=1, tenant="quiet")) <= 2_700
 
 
 async def test_room_is_held_for_who_comes_back_in_time_and_for_nobody_after(

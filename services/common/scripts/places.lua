@@ -5,6 +5,8 @@
 -- come for the first time, but never more than half of a cap: callers that stay away starve nobody.
 local PLACES, PLACED = P .. 'places', P .. 'placed'
 local GRACE_MS, MAX_WAIT_MS, MAX_PLACES = 3000, 60000, 16384
+-- So much slower than the drain do places come due: a drain that slows a little still keeps what was promised.
+local SLOWER = 1.25
 
 local function forget_place(member)
   call('ZREM', PLACES, member)
@@ -32,11 +34,11 @@ local function held_room()
   return due, due / call('ZCARD', PLACES) * tonumber(call('HGET', Q, 'promised') or '0')
 end
 
--- Milliseconds after which the caller should come back: behind its tenant's others, each `apart` ms after the one
--- before, and not before `least`. Without a rate nothing can be promised.
+-- Milliseconds after which the caller should come back: behind its tenant's others, each `apart` ms (and some) after
+-- the one before, and not before `least`. Without a rate nothing can be promised.
 local function give_place(ask, tenant, cost, apart, least)
   local last = tonumber(call('ZSCORE', PLACED, tenant) or '0')
-  local due = math.ceil(math.max(now + math.max(1000, least), last + apart))
+  local due = math.ceil(math.max(now + math.max(1000, least), last + apart * SLOWER))
   if due > now + MAX_WAIT_MS or call('ZCARD', PLACES) >= MAX_PLACES then return MAX_WAIT_MS end
   if call('EXISTS', PLACES) == 0 then call('HDEL', Q, 'promised') end
   local member = string.format('%d|%d|', call('HINCRBY', Q, 'seq', 1), cost) .. ask
