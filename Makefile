@@ -74,6 +74,7 @@ bench: $(STAMP) ## Run the benchmarks; results in benchmarks/results
 	$(PY) -m benchmarks.export
 	$(PY) -m benchmarks.gateway
 	$(PY) -m benchmarks.disaggregation
+	$(PY) -m benchmarks.platform_share
 	$(PY) -m benchmarks.transfer
 
 bench-gpu: $(STAMP) ## Measure a CUDA device and what the kernels make of it; deploy/gpu_check.sh tests it too
