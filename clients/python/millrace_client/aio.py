@@ -11,7 +11,7 @@ import grpc
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
-from millrace_client.client import CHANNEL_OPTIONS, DEFAULT_TIMEOUT_S
+from millrace_client.calling import DEFAULT_TIMEOUT_S, Calling, open_channel
 from millrace_client.errors import error_of
 from millrace_client.retry import RetryPolicy, Turn
 from millrace_client.values import (
@@ -110,22 +110,16 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
     ) -> None:
-        self._channel = (
-            grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.aio.secure_channel(target, credentials, CHANNEL_OPTIONS)
-        )
+        self._channel = open_channel(grpc.aio.insecure_channel, grpc.aio.secure_channel, target, credentials)
         self._stub: Any = pb_grpc.GatewayServiceStub(self._channel)
-        self._metadata = (("authorization", f"Bearer {api_key}"),)
-        self._timeout_s = timeout_s
-        self._retry = retry if retry is not None else RetryPolicy()
+        self._calling = Calling(api_key, timeout_s, retry)
 
     def stream(
         self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
     ) -> AsyncStream:
         """Start an answer and give its deltas. Nothing is sent before the first one is asked for."""
         request = generate_request(model, prompt, options if options is not None else Options())
-        return AsyncStream(self._stub, request, self._metadata, self._turn(timeout_s))
+        return AsyncStream(self._stub, request, self._calling.metadata, self._calling.turn(timeout_s))
 
     async def generate(
         self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
@@ -154,14 +148,11 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    def _turn(self, timeout_s: float | None) -> Turn:
-        return Turn(self._retry, self._timeout_s if timeout_s is None else timeout_s)
-
     async def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        turn = self._turn(timeout_s)
+        turn = self._calling.turn(timeout_s)
         while True:
             try:
-                return await method(request, timeout=turn.left_s, metadata=self._metadata)
+                return await method(request, timeout=turn.left_s, metadata=self._calling.metadata)
             except grpc.aio.AioRpcError as failed:
                 wait_s = turn.wait_after(error_of(failed), began=False)
             await asyncio.sleep(wait_s)

@@ -11,6 +11,7 @@ import grpc
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
+from millrace_client.calling import DEFAULT_TIMEOUT_S, Calling, open_channel
 from millrace_client.errors import error_of
 from millrace_client.retry import RetryPolicy, Turn
 from millrace_client.values import (
@@ -23,14 +24,6 @@ from millrace_client.values import (
     Usage,
     generate_request,
     model_of,
-)
-
-DEFAULT_TIMEOUT_S = 600.0
-CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # One owner of retries: this client.
-    ("grpc.enable_retries", 0),
 )
 
 
@@ -117,22 +110,16 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
     ) -> None:
-        self._channel = (
-            grpc.insecure_channel(target, CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.secure_channel(target, credentials, CHANNEL_OPTIONS)
-        )
+        self._channel = open_channel(grpc.insecure_channel, grpc.secure_channel, target, credentials)
         self._stub = pb_grpc.GatewayServiceStub(self._channel)
-        self._metadata = (("authorization", f"Bearer {api_key}"),)
-        self._timeout_s = timeout_s
-        self._retry = retry if retry is not None else RetryPolicy()
+        self._calling = Calling(api_key, timeout_s, retry)
 
     def stream(
         self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Stream:
         """Start an answer and give its deltas. Nothing is sent before the first one is asked for."""
         request = generate_request(model, prompt, options if options is not None else Options())
-        return Stream(self._stub, request, self._metadata, self._turn(timeout_s))
+        return Stream(self._stub, request, self._calling.metadata, self._calling.turn(timeout_s))
 
     def generate(
         self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
@@ -161,14 +148,11 @@ class Client:
     ) -> None:
         self.close()
 
-    def _turn(self, timeout_s: float | None) -> Turn:
-        return Turn(self._retry, self._timeout_s if timeout_s is None else timeout_s)
-
     def _ask(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        turn = self._turn(timeout_s)
+        turn = self._calling.turn(timeout_s)
         while True:
             try:
-                return method(request, timeout=turn.left_s, metadata=self._metadata)
+                return method(request, timeout=turn.left_s, metadata=self._calling.metadata)
             except grpc.RpcError as failed:
                 wait_s = turn.wait_after(error_of(failed), began=False)
             time.sleep(wait_s)

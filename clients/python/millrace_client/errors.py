@@ -23,6 +23,7 @@ RETRYABLE = frozenset(
         "SUPERSEDED",
         "WORKER_LOST",
         "GATEWAY_LOST",
+        "REVISION_CONFLICT",
     }
 )
 
