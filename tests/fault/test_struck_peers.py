@@ -1,4 +1,4 @@
-"""Real prefill and decode processes, killed or frozen at each phase of a transfer: right tokens, nothing left held."""
+"""Prefill and decode processes killed or frozen at each phase of a transfer (gRPC): right tokens, nothing left held."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from millrace.common.v1 import admission_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
-from services.worker.runtime.transfers.nixl import nixl_module
 from tests.helpers.redis import RedisProcess, free_port
 from tests.helpers.struck_worker import MODULE
 from tests.helpers.worker import WAIT_S, GatewayClient, echo_tokens, entry, submit_request
@@ -89,10 +88,9 @@ def make_turn(number: int, rng: random.Random) -> Turn:
 class Peers:
     """Starts processes of both roles."""
 
-    def __init__(self, workers: WorkerProcesses, folder: Path, transport: str) -> None:
+    def __init__(self, workers: WorkerProcesses, folder: Path) -> None:
         self._workers = workers
         self._folder = folder
-        self._transport = transport
         self._count = 0
         self._kept: dict[tuple[str, str], Process] = {}
 
@@ -109,9 +107,9 @@ class Peers:
     def _start(self, role: str, strike: str) -> Process:
         self._count += 1
         name, port = f"{role}{self._count}", free_port()
-        engine = f"role={role},max_prefill_chunk=32,max_model_len=512,num_blocks=512,kv_lease_ms=500"
+        engine = f"role={role},max_prefill_chunk=32,max_model_len=512,num_blocks=512,kv_lease_ms=500,kv_transfer=grpc"
         env = {"MILLRACE_METRICS_LISTEN": f"127.0.0.1:{port}", "STRIKE": strike}
-        process = self._workers.start(name, engine=f"{engine},kv_transfer={self._transport}", env=env)
+        process = self._workers.start(name, engine=engine, env=env)
         return Process(process, f"unix:{self._folder}/{name}", f"http://127.0.0.1:{port}/metrics")
 
 
@@ -188,19 +186,15 @@ async def strike_decode(peers: Peers, other: Process, strike: tuple[str, str], t
 
 @pytest.mark.fault
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "transport",
-    ["grpc", pytest.param("nixl", marks=pytest.mark.skipif(nixl_module() is None, reason="no extra `transfer`"))],
-)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_process_struck_in_a_transfer_costs_no_token_and_no_block(
-    workers: WorkerProcesses, tmp_path: Path, point: str, fault: str, transport: str
+    workers: WorkerProcesses, tmp_path: Path, point: str, fault: str
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    peers = Peers(workers, tmp_path, transport)
+    peers = Peers(workers, tmp_path)
     survivor = await peers.get("decode")
 
     for number in range(TURNS):
