@@ -17,7 +17,7 @@ from millrace.usage.v1 import usage_event_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 from millrace.worker.v1 import worker_service_pb2_grpc
 
-from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Claimed, KeyRecord, Ownership, Pool, QuotaLimits
 from services.common.clock import SystemClock
 from services.common.errors import MillraceError
@@ -26,6 +26,7 @@ from services.common.lifecycle import end_tasks
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation, TokenEvent, ValidRequest
+from tests.helpers.redis import usage_events
 from tests.helpers.worker import WAIT_S
 
 POOL = Pool("echo")
@@ -92,8 +93,7 @@ class GatewayRig:
                 await asyncio.sleep(0.01)
 
     async def usage_events(self) -> list[usage_event_pb2.UsageEvent]:
-        rows = await self.redis.xrange(usage_stream(POOL))
-        return [usage_event_pb2.UsageEvent.FromString(fields[b"e"]) for _, fields in rows]
+        return await usage_events(self.redis, POOL)
 
     async def published(self) -> None:
         async with asyncio.timeout(WAIT_S):

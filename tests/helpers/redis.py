@@ -11,6 +11,11 @@ import time
 from pathlib import Path
 
 import redis
+import redis.asyncio as aioredis
+from millrace.usage.v1 import usage_event_pb2
+
+from services.common.admission_store import usage_stream
+from services.common.admission_types import Pool
 
 
 def redis_binary() -> str:
@@ -130,3 +135,9 @@ class RedisProcess:
         """End the process and delete its folder. Idempotent."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+async def usage_events(client: aioredis.Redis, pool: Pool) -> list[usage_event_pb2.UsageEvent]:
+    """The events of a pool's usage stream, where workers' reports lie beside them."""
+    rows = await client.xrange(usage_stream(pool))
+    return [usage_event_pb2.UsageEvent.FromString(fields[b"e"]) for _, fields in rows if b"e" in fields]

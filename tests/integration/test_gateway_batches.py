@@ -17,10 +17,9 @@ import openai
 import pytest
 import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
-from millrace.usage.v1 import usage_event_pb2
 from openai.types import Batch
 
-from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.admission_store import AdmissionStore
 from services.common.lease import Lease
 from services.gateway.batch_run import BATCH_LINES
 from services.gateway.batch_runner import LEASE_S
@@ -31,7 +30,7 @@ from services.gateway.wiring import GatewayApp, build
 from services.worker.model_source import load_model
 from services.worker.wiring import build as build_worker
 from tests.helpers.gateway import KEY, POOL, FakeRouter
-from tests.helpers.redis import RedisProcess
+from tests.helpers.redis import RedisProcess, usage_events
 from tests.helpers.worker import echo_config, echo_tokens
 
 WAIT_S = 30.0
@@ -90,9 +89,7 @@ class Rig:
     async def events(self) -> list[Any]:
         assert self.app is not None
         await self.app.back.parts.publisher.wait_published()
-        rows = await self.redis.xrange(usage_stream(POOL))
-        every = [usage_event_pb2.UsageEvent.FromString(fields[b"e"]) for _, fields in rows]
-        return [event for event in every if event.HasField("billed")]
+        return [event for event in await usage_events(self.redis, POOL) if event.HasField("billed")]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1.gateway_service_pb2_grpc import GatewayServiceStub
 from millrace.usage.v1 import usage_event_pb2
 
-from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import KeyRecord, QuotaLimits
 from services.common.grpc_client import open_channel
 from services.gateway import resumable
@@ -26,7 +26,7 @@ from services.gateway.wiring import GatewayApp, build
 from services.worker.model_source import load_model
 from services.worker.wiring import build as build_worker
 from tests.helpers.gateway import KEY, POOL, FakeRouter
-from tests.helpers.redis import RedisProcess
+from tests.helpers.redis import RedisProcess, usage_events
 from tests.helpers.resuming import Resumed, stream_with_cuts
 from tests.helpers.worker import echo_config, echo_tokens
 
@@ -46,9 +46,9 @@ class Pair:
             for app in self.apps:
                 await app.back.parts.table.wait_empty()
                 await app.back.parts.publisher.wait_published()
-            while len(rows := await self._redis.xrange(usage_stream(POOL))) < count:
+            while len(events := await usage_events(self._redis, POOL)) < count:
                 await asyncio.sleep(0.02)
-        return [usage_event_pb2.UsageEvent.FromString(fields[b"e"]) for _, fields in rows]
+        return events
 
 
 @pytest.fixture

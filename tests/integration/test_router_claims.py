@@ -11,13 +11,12 @@ import pytest
 import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
 from millrace.router.v1 import router_service_pb2, router_service_pb2_grpc
-from millrace.usage.v1 import usage_event_pb2
 from millrace.worker.v1 import worker_service_pb2
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import PoolCaps, RequestPhase
 from services.common.redis_client import connect
 from services.router.config import RouterConfig
@@ -25,7 +24,7 @@ from services.router.filters import is_routable
 from services.router.wiring import RouterApp, build
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_terminal
 from tests.helpers.fake_worker import FakeWorker, until
-from tests.helpers.redis import RedisProcess
+from tests.helpers.redis import RedisProcess, usage_events
 
 
 class Rig:
@@ -193,8 +192,7 @@ async def test_a_request_that_fits_no_worker_ever_fails_unbilled(rig: Rig) -> No
     [record] = await rig.store.read_requests(POOL, ["r1"])
     assert record is not None
     assert record.error_reason == "CONTEXT_LENGTH_EXCEEDED"
-    [(_, fields)] = await rig.client.xrange(usage_stream(POOL))
-    event = usage_event_pb2.UsageEvent.FromString(fields[b"e"])
+    [event] = await usage_events(rig.client, POOL)
     assert (event.terminal_state, event.billed.prompt_token_count) == (common_pb2.TERMINAL_STATE_FAILED, 0)
     await until(lambda: app.claims.held_count == 0)
 

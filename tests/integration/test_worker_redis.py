@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
-from millrace.usage.v1 import usage_event_pb2
 
 from services.common.admission_store import AdmissionStore, usage_stream
 from services.common.admission_types import Ownership, Pool, PoolCaps, Queued, RequestPhase
 from services.common.clock import SystemClock
 from services.worker.terminals import TerminalWriter, gateway_lost_terminal
-from tests.helpers.redis import RedisProcess
+from tests.helpers.redis import RedisProcess, usage_events
 from tests.helpers.worker import echo_config, entry, poll, running_worker
 
 POOL = Pool("echo")
@@ -69,9 +68,7 @@ async def test_a_lost_gateways_request_ends_once_with_its_acknowledged_tokens(
         assert record is not None
         assert record.phase is RequestPhase.FINISHED
         assert record.terminal_state == common_pb2.TERMINAL_STATE_FAILED
-        rows = await redis_client.xrange(usage_stream(POOL))
-        event = usage_event_pb2.UsageEvent.FromString(rows[0][1][b"e"])
-        assert len(rows) == 1
+        [event] = await usage_events(redis_client, POOL)
         assert (event.error_reason, event.billed.completion_token_count) == ("GATEWAY_LOST", acked)
 
         late = TerminalWriter(store, clock)

@@ -10,9 +10,10 @@ import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
-from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Claimed, Ownership, PoolCaps, Queued, Refusal, RequestPhase
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_store, make_terminal
+from tests.helpers.redis import usage_events
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ async def enqueue(store: AdmissionStore, *request_ids: str, tenant: str = "acme"
 
 
 async def events(client: aioredis.Redis) -> list[usage_event_pb2.UsageEvent]:
-    return [usage_event_pb2.UsageEvent.FromString(f[b"e"]) for _, f in await client.xrange(usage_stream(POOL))]
+    return await usage_events(client, POOL)
 
 
 async def assert_queue_empty(client: aioredis.Redis) -> None:

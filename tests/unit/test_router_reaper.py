@@ -7,13 +7,14 @@ import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
-from services.common.admission_store import AdmissionStore, usage_stream
+from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Ownership, QuotaLimits, RequestPhase, Reserve, WorkerRecord
 from services.common.errors import StoreUnavailable
 from services.router.reaper import QUIET_S, Reaper
 from services.router.registry import EndpointRegistry
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_terminal
 from tests.helpers.fake_clock import FakeClock
+from tests.helpers.redis import usage_events
 from tests.unit.test_router_policy import make_endpoint, make_view
 
 WORKER = WorkerRecord("worker-1", "unix:/nowhere", "echo", "1", POOL, "aggregated")
@@ -58,8 +59,7 @@ class Sweeper:
         return await self.reaper.sweep() + await self.reaper.sweep()
 
     async def events(self) -> list[usage_event_pb2.UsageEvent]:
-        rows = await self.client.xrange(usage_stream(POOL))
-        return [usage_event_pb2.UsageEvent.FromString(fields[b"e"]) for _, fields in rows]
+        return await usage_events(self.client, POOL)
 
 
 @pytest.fixture
