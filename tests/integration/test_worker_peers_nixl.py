@@ -85,5 +85,7 @@ async def test_slots_of_a_silent_peer_are_quarantined_until_it_is_cut_off() -> N
         await answered(pair, "r2", PROMPT[::-1])
 
         assert pair.gateway.of("r1").tokens[0] == echo_tokens("r1", 0, 12)
-        assert fallbacks(pair.decode) == {"silent": 1}
+        assert pair.gateway.of("r2").tokens[0] == echo_tokens("r2", 0, 12)
+        # The one who comes next may find the link still slow, never wrong.
+        assert set(fallbacks(pair.decode)) == {"silent"}
         await pair.assert_nothing_is_held()

@@ -36,7 +36,7 @@ async def door(tmp_path: Path) -> AsyncIterator[SimpleNamespace]:
         Route("/v1/files/{id}", endpoint.get, methods=["GET"]),
     ]
     handlers = {MillraceError: _failed}
-    app = Edge(Starlette(routes=routes, exception_handlers=handlers), FakeKeyRing(secret=key()), LIMITS)
+    app = Edge(Starlette(routes=routes, exception_handlers=handlers), FakeKeyRing(secret=key()), LIMITS, {})
     yield SimpleNamespace(client=AsgiClient(app), clock=clock, folder=tmp_path / "files")
     await database.close()
 

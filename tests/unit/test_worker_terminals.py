@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from millrace.common.v1 import common_pb2
+from millrace.worker.v1 import worker_service_pb2
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -41,11 +42,11 @@ def produce(stream: RequestStream, choice: int, count: int, *, at: float, finish
     stream.take_events(10_000)
 
 
-def test_delivered_is_what_was_acknowledged_and_computed_is_what_was_made() -> None:
+def test_delivered_is_what_the_gateway_said_and_computed_is_what_was_made() -> None:
     stream = stream_of("r1", choices=2)
     produce(stream, 0, 10, at=WALL + 1)
     produce(stream, 1, 6, at=WALL + 1)
-    stream.ack([4, 5])
+    stream.ack(worker_service_pb2.AckEntry(next_indices=[6, 6], delivered_counts=[4, 5]))
 
     terminal = gateway_lost_terminal(stream, worker_instance="worker-1", now_wall=WALL + 9)
 
@@ -64,7 +65,7 @@ def test_a_mirrored_request_of_a_lost_gateway_bills_nothing() -> None:
     stream = stream_of("r1")
     stream.facts.entry.tenant = SHADOW_TENANT
     produce(stream, 0, 10, at=WALL + 1)
-    stream.ack([4])
+    stream.ack(worker_service_pb2.AckEntry(next_indices=[6], delivered_counts=[4]))
 
     event = gateway_lost_terminal(stream, worker_instance="worker-1", now_wall=WALL + 9).event
 
