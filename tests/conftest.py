@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis.asyncio as aioredis
+import structlog
 
 from services.common.redis_client import connect
 from tests.helpers import containers
@@ -16,6 +18,9 @@ from tests.helpers.redis import RedisProcess
 # Read by triton when a kernel's module is loaded: without a device its kernels run in the interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Log lines of a service in this process are not the output of a command that runs beside it.
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))
 
 
 def pytest_report_header() -> str:
