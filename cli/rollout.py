@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +41,10 @@ def start(
     baseline: Annotated[str, typer.Option("--from", help="Version to fall back to; the one served unless given.")] = "",
     step: Annotated[list[int] | None, typer.Option(help="Percent of a step, once for each; 1, 5, 25, 100.")] = None,
     bake_s: Annotated[float, typer.Option(min=0, help="Shortest time of a step, in seconds.")] = 300.0,
+    hold: Annotated[
+        list[str] | None, typer.Option(help="What it must hold, as ttft_ms=300; once for each (docs/releases.md).")
+    ] = None,
+    mirror: Annotated[float, typer.Option(min=0, max=1, help="Share of the requests that run again on it.")] = 0.0,
     release: ReleaseFile = None,
     force: Force = False,
     why: Why = "",
@@ -58,6 +62,8 @@ def start(
         why=why,
         release=_release(release),
         force=force,
+        criteria=_criteria(hold or ()),
+        mirrored_share=mirror,
     )
     _print(call_routes(usage_address, lambda stub, options: stub.StartRollout(request, **options)).table, alias)
 
@@ -157,6 +163,13 @@ def print_routes(table: routes_pb2.RouteTable, alias: str = "") -> None:
     console = Console(highlight=False)
     console.print(f"revision {table.revision}", markup=False)
     console.print(shown)
+
+
+def _criteria(texts: Sequence[str]) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, _, value in (text.partition("=") for text in texts)}
+    except ValueError:
+        raise fail("A criterion is written as name=number.") from None
 
 
 def _release(path: Path | None) -> bytes:

@@ -19,6 +19,7 @@ from cli.svg_chart import LineSeries, line_charts
 from cli.tenant import Address
 from cli.usage_client import Metadata, call_usage
 from cli.usage_files import whole_file
+from services.usage.canary.observations import Histogram
 
 ROWS = 12
 Progress = rollout_progress_pb2.RolloutProgress
@@ -104,16 +105,9 @@ def _pair(median: float | None, high: float | None) -> str:
 
 
 def _quantiles(distribution: rollout_progress_pb2.Distribution, scale: float) -> str:
-    return _pair(_quantile(distribution, 0.5, scale), _quantile(distribution, 0.95, scale))
-
-
-def _quantile(distribution: rollout_progress_pb2.Distribution, share: float, scale: float) -> float | None:
-    left = share * sum(distribution.buckets.values())
-    for bucket in sorted(distribution.buckets):
-        left -= distribution.buckets[bucket]
-        if left <= 0:
-            return float(scale * 1.05**bucket)
-    return None
+    histogram = Histogram(distribution.buckets)
+    median, high = (histogram.quantile(share) for share in (0.5, 0.95))
+    return _pair(None if median is None else scale * median, None if high is None else scale * high)
 
 
 _TOLD: tuple[tuple[str, Callable[[Figures], str]], ...] = (

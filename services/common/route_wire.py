@@ -62,7 +62,7 @@ def to_message(table: RouteTable) -> pb.RouteTable:
             )
             for rule in table.pool_rules
         ],
-        withdrawn=[_target_message(target) for target in sorted(table.withdrawn)],
+        withdrawn=[target_message(target) for target in sorted(table.withdrawn)],
     )
 
 
@@ -88,6 +88,11 @@ def target_of(text: str, alias: str) -> Target:
     """`version` of the alias' own model, or `model@version`. Raises InvalidRequest."""
     model, at, version = text.rpartition("@")
     return _target("version", pb.RouteTarget(model=model if at else alias, version=version))
+
+
+def target_message(target: Target) -> pb.RouteTarget:
+    """The wire's form."""
+    return pb.RouteTarget(model=target.model, version=target.version)
 
 
 def check_name(field: str, name: str) -> str:
@@ -169,18 +174,14 @@ def _check_count(field: str, items: Iterable[object], most: int) -> None:
         raise InvalidRequest(f"{field} takes at most {most} entries.", param=field)
 
 
-def _target_message(target: Target) -> pb.RouteTarget:
-    return pb.RouteTarget(model=target.model, version=target.version)
-
-
 def _route_message(route: Route) -> pb.Route:
     message = pb.Route(
         alias=route.alias,
-        targets=[pb.WeightedTarget(target=_target_message(t.target), weight=t.weight) for t in route.targets],
-        pins={tenant: _target_message(target) for tenant, target in route.pins.items()},
+        targets=[pb.WeightedTarget(target=target_message(t.target), weight=t.weight) for t in route.targets],
+        pins={tenant: target_message(target) for tenant, target in route.pins.items()},
     )
     if route.shadow is not None:
-        shadow = pb.RouteShadow(target=_target_message(route.shadow.target), share=route.shadow.share)
+        shadow = pb.RouteShadow(target=target_message(route.shadow.target), share=route.shadow.share)
         message.shadow.CopyFrom(shadow)
     if route.rollout is not None:
         message.rollout.CopyFrom(_rollout_message(route.rollout))
@@ -189,8 +190,8 @@ def _route_message(route: Route) -> pb.Route:
 
 def _rollout_message(rollout: Rollout) -> pb.Rollout:
     message = pb.Rollout(
-        baseline=_target_message(rollout.baseline),
-        candidate=_target_message(rollout.candidate),
+        baseline=target_message(rollout.baseline),
+        candidate=target_message(rollout.candidate),
         step_percents=rollout.step_percents,
         step=rollout.step,
         state=cast("pb.RolloutState.ValueType", rollout.state.value),

@@ -77,19 +77,21 @@ class UsageStream:
             with store_errors():
                 await self._redis.xack(stream, group, *entry_ids)
 
-    async def trim_acked(self, stream: str, group: str) -> int:
-        """Delete everything below the smallest pending id (or all delivered, if none is pending); returns the count."""
+    async def trim_acked(self, stream: str, group: str, keep_ms: int = 0) -> int:
+        """Delete everything below the smallest pending id (or all delivered, if none is pending); returns the count.
+
+        What came in the last `keep_ms` before the newest delivered entry stays for other readers.
+        """
         with store_errors():
             groups = {g["name"].decode(): g for g in await self._redis.xinfo_groups(stream)}
             if group not in groups:
                 return 0
             summary = await self._redis.xpending(stream, group)
-            if summary["pending"]:
-                limit = summary["min"].decode()
-            else:
-                time_ms, _, number = groups[group]["last-delivered-id"].decode().partition("-")
-                limit = f"{time_ms}-{int(number) + 1}"
-            return int(await self._redis.xtrim(stream, minid=limit, approximate=False))
+            time_ms, number = _parts(groups[group]["last-delivered-id"])
+            limit = _parts(summary["min"]) if summary["pending"] else (time_ms, number + 1)
+            if keep_ms:
+                limit = min(limit, (time_ms - keep_ms, 0))
+            return int(await self._redis.xtrim(stream, minid=f"{max(0, limit[0])}-{limit[1]}", approximate=False))
 
     async def after(self, places: Mapping[str, str], count: int) -> list[StreamEntry]:
         """Up to `count` entries a stream after the ids in `places`, of no group: nobody else's reading is touched."""
@@ -113,6 +115,11 @@ class UsageStream:
                     await self.ensure_group(stream, group)
                 return []
         return _entries(reply)
+
+
+def _parts(entry_id: bytes) -> tuple[int, int]:
+    time_ms, _, number = entry_id.partition(b"-")
+    return int(time_ms), int(number)
 
 
 def _entries(reply: Any) -> list[StreamEntry]:

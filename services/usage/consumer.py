@@ -39,6 +39,8 @@ COMMITTED_KEPT_MS = 3_600_000
 BLOCK_MS = 500
 POOL_REFRESH_S = 1.0
 TRIM_EVERY_S = 5.0
+# So long events stay for the canary controller: its looks, and the lease of one that died.
+KEPT_MS = 15_000
 RETRY_S = 0.5
 # Entries that another usage service read before it died are looked for this often.
 REREAD_EVERY_S = 30.0
@@ -101,7 +103,7 @@ class Consumer:
         if self._clock.monotonic() >= self._trim_at:
             self._trim_at = self._clock.monotonic() + TRIM_EVERY_S
             for name in self._pools:
-                await self._stream.trim_acked(name, GROUP)
+                await self._stream.trim_acked(name, GROUP, KEPT_MS)
         return len(found)
 
     async def _refresh_pools(self) -> None:

@@ -55,9 +55,8 @@ class AttemptSide:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Made:
-    """Output tokens of all attempts: made in all, made twice, never told, and beyond what was delivered."""
+    """Output tokens of all attempts: made twice, never told, and beyond what was delivered."""
 
-    total: int = 0
     twice: int = 0
     untold: int = 0
     beyond: int = 0
@@ -90,20 +89,19 @@ def made_of(delivered: Sequence[int], attempts: Sequence[AttemptSide]) -> Made:
     for attempt in attempts:
         for choice, start, end in attempt.ranges:
             ranges.setdefault(choice, []).append((start, end))
-    total = twice = untold = beyond = 0
+    twice = untold = beyond = 0
     for choice, spans in ranges.items():
         reached = delivered[choice] if choice < len(delivered) else 0
         top, held = 0, 0
         for start, end in sorted(spans):
-            total += end - start
             held += max(0, end - max(start, top))
             top = max(top, end)
         twice += sum(end - start for start, end in spans) - held
         untold += max(top, reached) - held
         beyond += max(0, top - reached)
-    return Made(total, twice, untold, beyond)
+    return Made(twice, untold, beyond)
 
 
 def worker_total(attempts: Sequence[AttemptSide]) -> int | None:
     """Output tokens that all attempts made; None where no worker told."""
-    return made_of((), attempts).total if attempts else None
+    return sum(end - start for each in attempts for _, start, end in each.ranges) if attempts else None

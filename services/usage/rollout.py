@@ -56,12 +56,12 @@ def start(table: RouteTable, alias: str, plan: Plan, *, now: float) -> RouteTabl
     if rollout.step_percents and rollout.percent == 100:
         rollout = dataclasses.replace(rollout, state=RolloutState.PROMOTED)
     old = route if route is not None else Route(alias, ())
-    if plan.mirrored > 0:
+    if plan.mirrored > 0 and rollout.state is RolloutState.RUNNING:
         old = dataclasses.replace(old, shadow=Shadow(plan.candidate, plan.mirrored))
     return _with(table, old, rollout, withdrawn=table.withdrawn - {plan.candidate})
 
 
-def promote(table: RouteTable, alias: str, *, now: float, percent: int | None = None) -> RouteTable:
+def promote(table: RouteTable, alias: str, *, now: float, percent: int | None = None, reason: str = "") -> RouteTable:
     """The next step, or the first one of at least `percent`; the last one ends the rollout."""
     route, rollout = _rollout(table, alias, _OPEN)
     step = rollout.step + 1
@@ -73,7 +73,7 @@ def promote(table: RouteTable, alias: str, *, now: float, percent: int | None = 
     last = step == len(rollout.step_percents) - 1
     state = RolloutState.PROMOTED if last else RolloutState.RUNNING
     route = _without_shadow(route, rollout) if last else route
-    return _with(table, route, dataclasses.replace(rollout, step=step, state=state, step_time=now, reason=""))
+    return _with(table, route, dataclasses.replace(rollout, step=step, state=state, step_time=now, reason=reason))
 
 
 def pause(table: RouteTable, alias: str, *, reason: str) -> RouteTable:

@@ -19,6 +19,7 @@ from services.common.routes import RouteTable
 from services.usage import rollout
 from services.usage.account_service import CallContext, authorization_of
 from services.usage.admin_keys import AdminKeys
+from services.usage.canary.criteria import check_criteria
 from services.usage.release_gate import Ask, ReleaseGate, reason
 from services.usage.route_log import Change, RouteLog
 
@@ -44,6 +45,9 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
     async def PutRoutes(self, request: pb.PutRoutesRequest, context: CallContext) -> pb.PutRoutesResponse:
         """Raises InvalidRequest, RevisionConflict."""
         who, wanted = await self._actor(context), from_message(request.table)
+        for route in wanted.routes.values():
+            if route.rollout is not None:
+                check_criteria(route.rollout.criteria)
 
         def put(stands: RouteTable) -> RouteTable:
             if stands.revision != wanted.revision:
@@ -81,8 +85,8 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
         )
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
-        """Raises InvalidRequest for a rollout under way, a withdrawn baseline, steps that do not rise to 100, and
-        what the gate refuses."""
+        """Raises InvalidRequest for a rollout under way, a withdrawn baseline, steps that do not rise to 100,
+        criteria that there are not, and what the gate refuses."""
         who = await self._actor(context)
         ask = Ask(request.release, request.force)
         plan = rollout.Plan(
@@ -90,6 +94,8 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
             target_of(request.baseline, request.alias) if request.baseline else None,
             tuple(request.step_percents) or rollout.DEFAULT_STEPS,
             request.bake.ToTimedelta().total_seconds() if request.HasField("bake") else rollout.DEFAULT_BAKE_S,
+            dict(request.criteria),
+            request.mirrored_share,
         )
 
         def change(table: RouteTable) -> RouteTable:

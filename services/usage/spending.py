@@ -50,8 +50,8 @@ def with_money(connection: sa.Connection, spent: Spent, tenant: str, key_id: str
     day = datetime.combine(spent.day, time(), UTC)
     month = day.replace(day=1)
     next_month = (month + timedelta(days=31)).replace(day=1)
-    of_day = sa.case((ledger.c.end_time >= day, micros), else_=0)
-    of_day = sa.case((ledger.c.end_time < day + timedelta(days=1), of_day), else_=0)
+    on_day = sa.and_(ledger.c.end_time >= day, ledger.c.end_time < day + timedelta(days=1))
+    of_day = sa.case((on_day, micros), else_=0)
     query = sa.select(sa.func.sum(micros), sa.func.sum(of_day)).join_from(
         ledger, ratings, ledger.c.row_id == ratings.c.row_id
     )

@@ -82,8 +82,9 @@ def make_events(count: int) -> list[usage_event_pb2.UsageEvent]:
 
 
 async def test_events_of_all_pools_become_rows_and_are_acked_published_and_trimmed(
-    store: Store, redis_client: aioredis.Redis
+    store: Store, redis_client: aioredis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(consumer_module, "KEPT_MS", 0)
     await know_pools(redis_client, POOL, OTHER_POOL)
     await publish(redis_client, [make_event("r1"), make_event("r2")])
     await publish(redis_client, [make_event("r3")], OTHER_POOL)

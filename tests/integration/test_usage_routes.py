@@ -105,6 +105,32 @@ async def test_a_table_made_from_an_old_revision_is_refused_and_an_old_revision_
     assert missing.status_code == 404
 
 
+async def test_a_rollout_is_started_with_what_the_candidate_must_hold_and_nothing_else_is_taken(
+    app: UsageApp, client: httpx.AsyncClient
+) -> None:
+    start = ("start", "m", "--to", "2", "--from", "1", "--force", "--why", "faster")
+    refused = [
+        await rollout(app, *start, "--hold", "ttft_ms"),
+        await rollout(app, *start, "--hold", "speed=1"),
+        await rollout(app, *start, "--hold", "error_rate=0"),
+    ]
+    begun = await rollout(app, *start, "--hold", "ttft_ms=300", "--hold", "error_rate=0.01", "--mirror", "0.1")
+    table = (await client.get("/routes")).json()["table"]
+    written = table["routes"][0]
+    asked, shadow = written["rollout"]["criteria"], written["shadow"]
+    written["rollout"]["criteria"] = {"attainment": 1}
+    put = await client.put("/routes", json={"table": table})
+
+    assert [answer.exit_code != 0 for answer in refused] == [True] * 3
+    assert "name=number" in refused[0].output
+    assert "no criterion `speed`" in refused[1].output
+    assert "error_rate lies between" in refused[2].output
+    assert begun.exit_code == 0, begun.output
+    assert asked == {"ttft_ms": 300, "error_rate": 0.01}
+    assert shadow == {"target": {"model": "m", "version": "2"}, "share": 0.1}
+    assert (put.status_code, put.json()["error"]["param"]) == (400, "criteria")
+
+
 async def test_what_was_changed_without_this_service_is_recorded_and_a_lost_table_comes_back(
     app: UsageApp, client: httpx.AsyncClient, redis_client: aioredis.Redis
 ) -> None:

@@ -185,6 +185,7 @@ async def test_trimming_keeps_everything_that_is_not_acked(redis_client: aioredi
 
     assert await reader.trim_acked(stream, "usage") == 1
     await reader.ack(stream, "usage", [entries[1].entry_id])
+    assert await reader.trim_acked(stream, "usage", keep_ms=60_000) == 0
     assert await reader.trim_acked(stream, "usage") == 2
 
     [last] = await reader.read([stream], "usage", "c", 10, 10)

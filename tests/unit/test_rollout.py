@@ -119,3 +119,6 @@ def test_a_candidate_is_mirrored_to_while_it_is_tried_and_no_longer() -> None:
     assert of(from_message(to_message(begun))).criteria == {"tpot_ms": 30}
     assert rollout.promote(begun, "m", now=2.0).routes["m"].shadow is None
     assert rollout.roll_back(begun, "m", now=2.0, reason="").routes["m"].shadow is None
+    assert (
+        rollout.start(SERVED, "m", dataclasses.replace(plan, step_percents=(100,)), now=1.0).routes["m"].shadow is None
+    )

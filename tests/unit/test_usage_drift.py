@@ -58,6 +58,6 @@ def test_a_second_event_that_says_something_else_is_named_before_all_else() -> N
 def test_tokens_made_are_told_apart_by_what_became_of_them() -> None:
     attempts = [told((0, 0, 10), (1, 0, 4)), told((0, 8, 12), (1, 6, 9), epoch=513)]
 
-    assert made_of((11, 9), attempts) == Made(total=21, twice=2, untold=2, beyond=1)
+    assert made_of((11, 9), attempts) == Made(twice=2, untold=2, beyond=1)
     assert worker_total(attempts) == 21
     assert worker_total([]) is None

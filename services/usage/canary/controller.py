@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -186,17 +185,8 @@ class CanaryController:
             return functools.partial(steps.roll_back, alias=trial.alias, now=now, reason=verdict.why)
         baked = now - rollout.step_time >= rollout.bake_s
         if verdict.call is Call.PASS and baked and rollout.state is RolloutState.RUNNING:
-            return functools.partial(_promoted, alias=trial.alias, now=now, why=verdict.why)
+            return functools.partial(steps.promote, alias=trial.alias, now=now, reason=verdict.why)
         return None
 
     async def _save(self, trial: Trial) -> None:
         await self._progress.write(trial.progress(sorted(self._places.items()), self._clock.wall()))
-
-
-def _promoted(table: RouteTable, *, alias: str, now: float, why: str) -> RouteTable:
-    changed = steps.promote(table, alias, now=now)
-    route = changed.routes[alias]
-    if route.rollout is None:
-        return changed
-    told = dataclasses.replace(route, rollout=dataclasses.replace(route.rollout, reason=why))
-    return dataclasses.replace(changed, routes={**changed.routes, alias: told})

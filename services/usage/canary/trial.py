@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 from google.protobuf import timestamp_pb2
-from millrace.common.v1 import routes_pb2
 from millrace.usage.v1 import rollout_progress_pb2 as pb
 from millrace.usage.v1 import usage_event_pb2
 
 from services.common.admission_types import SHADOW_TENANT
+from services.common.route_wire import target_message
 from services.common.routes import Rollout, RolloutState, Route, Target
 from services.usage.canary.criteria import criteria_of
 from services.usage.canary.judge import Judge, Verdict
@@ -56,8 +56,8 @@ class Trial:
         verdict = self.verdict()
         return pb.RolloutProgress(
             alias=self.alias,
-            baseline=_target(self.rollout.baseline),
-            candidate=_target(self.rollout.candidate),
+            baseline=target_message(self.rollout.baseline),
+            candidate=target_message(self.rollout.candidate),
             step=self.rollout.step,
             step_time=_stamp(self.rollout.step_time),
             baseline_figures=_figures(self.judge.baseline),
@@ -81,7 +81,7 @@ class Trial:
 
     def restore(self, kept: pb.RolloutProgress) -> bool:
         """Go on where an earlier controller stood; False (and only the plot is taken) where it was at another step."""
-        same_rollout = (_target(self.rollout.baseline), _target(self.rollout.candidate)) == (
+        same_rollout = (target_message(self.rollout.baseline), target_message(self.rollout.candidate)) == (
             kept.baseline,
             kept.candidate,
         )
@@ -182,10 +182,6 @@ def _span_of(span: pb.PointFigures) -> Figures:
         (span.ttft_median_seconds, span.ttft_high_seconds) if span.HasField("ttft_median_seconds") else None,
         (span.tpot_median_seconds, span.tpot_high_seconds) if span.HasField("tpot_median_seconds") else None,
     )
-
-
-def _target(target: Target) -> routes_pb2.RouteTarget:
-    return routes_pb2.RouteTarget(model=target.model, version=target.version)
 
 
 def _stamp(seconds: float) -> timestamp_pb2.Timestamp:

@@ -27,13 +27,15 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from millrace.common.v1 import routes_pb2 as millrace_dot_common_dot_v1_dot_routes__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/usage/v1/route_service.proto\x12\x11millrace.usage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fmillrace/common/v1/routes.proto\"\x12\n\x10GetRoutesRequest\"B\n\x11GetRoutesResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"N\n\x10PutRoutesRequest\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\x12\x0b\n\x03why\x18\x02 \x01(\t\"B\n\x11PutRoutesResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"E\n\x17ListRouteHistoryRequest\x12\x17\n\x0f\x62\x65\x66ore_revision\x18\x01 \x01(\x03\x12\x11\n\tpage_size\x18\x02 \x01(\x05\"\x84\x01\n\rRouteRevision\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12-\n\x05table\x18\x04 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"O\n\x18ListRouteHistoryResponse\x12\x33\n\trevisions\x18\x01 \x03(\x0b\x32 .millrace.usage.v1.RouteRevision\"5\n\x14RestoreRoutesRequest\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\x0b\n\x03why\x18\x02 \x01(\t\"F\n\x15RestoreRoutesResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"\xb6\x01\n\x13StartRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x11\n\tcandidate\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12\x15\n\rstep_percents\x18\x04 \x03(\x05\x12\'\n\x04\x62\x61ke\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03why\x18\x06 \x01(\t\x12\x0f\n\x07release\x18\x07 \x01(\x0c\x12\r\n\x05\x66orce\x18\x08 \x01(\x08\"E\n\x14StartRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"d\n\x15PromoteRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x05\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0f\n\x07release\x18\x04 \x01(\x0c\x12\r\n\x05\x66orce\x18\x05 \x01(\x08\"G\n\x16PromoteRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"1\n\x13PauseRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"E\n\x14PauseRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"2\n\x14ResumeRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"F\n\x15ResumeRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"4\n\x16RollBackRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"H\n\x17RollBackRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable2\x86\x07\n\x0cRouteService\x12V\n\tGetRoutes\x12#.millrace.usage.v1.GetRoutesRequest\x1a$.millrace.usage.v1.GetRoutesResponse\x12V\n\tPutRoutes\x12#.millrace.usage.v1.PutRoutesRequest\x1a$.millrace.usage.v1.PutRoutesResponse\x12k\n\x10ListRouteHistory\x12*.millrace.usage.v1.ListRouteHistoryRequest\x1a+.millrace.usage.v1.ListRouteHistoryResponse\x12\x62\n\rRestoreRoutes\x12\'.millrace.usage.v1.RestoreRoutesRequest\x1a(.millrace.usage.v1.RestoreRoutesResponse\x12_\n\x0cStartRollout\x12&.millrace.usage.v1.StartRolloutRequest\x1a\'.millrace.usage.v1.StartRolloutResponse\x12\x65\n\x0ePromoteRollout\x12(.millrace.usage.v1.PromoteRolloutRequest\x1a).millrace.usage.v1.PromoteRolloutResponse\x12_\n\x0cPauseRollout\x12&.millrace.usage.v1.PauseRolloutRequest\x1a\'.millrace.usage.v1.PauseRolloutResponse\x12\x62\n\rResumeRollout\x12\'.millrace.usage.v1.ResumeRolloutRequest\x1a(.millrace.usage.v1.ResumeRolloutResponse\x12h\n\x0fRollBackRollout\x12).millrace.usage.v1.RollBackRolloutRequest\x1a*.millrace.usage.v1.RollBackRolloutResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%millrace/usage/v1/route_service.proto\x12\x11millrace.usage.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1fmillrace/common/v1/routes.proto\"\x12\n\x10GetRoutesRequest\"B\n\x11GetRoutesResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"N\n\x10PutRoutesRequest\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\x12\x0b\n\x03why\x18\x02 \x01(\t\"B\n\x11PutRoutesResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"E\n\x17ListRouteHistoryRequest\x12\x17\n\x0f\x62\x65\x66ore_revision\x18\x01 \x01(\x03\x12\x11\n\tpage_size\x18\x02 \x01(\x05\"\x84\x01\n\rRouteRevision\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x61\x63tor\x18\x02 \x01(\t\x12\x0b\n\x03why\x18\x03 \x01(\t\x12-\n\x05table\x18\x04 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"O\n\x18ListRouteHistoryResponse\x12\x33\n\trevisions\x18\x01 \x03(\x0b\x32 .millrace.usage.v1.RouteRevision\"5\n\x14RestoreRoutesRequest\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\x0b\n\x03why\x18\x02 \x01(\t\"F\n\x15RestoreRoutesResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"\xc7\x02\n\x13StartRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x11\n\tcandidate\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61seline\x18\x03 \x01(\t\x12\x15\n\rstep_percents\x18\x04 \x03(\x05\x12\'\n\x04\x62\x61ke\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0b\n\x03why\x18\x06 \x01(\t\x12\x0f\n\x07release\x18\x07 \x01(\x0c\x12\r\n\x05\x66orce\x18\x08 \x01(\x08\x12\x46\n\x08\x63riteria\x18\t \x03(\x0b\x32\x34.millrace.usage.v1.StartRolloutRequest.CriteriaEntry\x12\x16\n\x0emirrored_share\x18\n \x01(\x01\x1a/\n\rCriteriaEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"E\n\x14StartRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"d\n\x15PromoteRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x05\x12\x0b\n\x03why\x18\x03 \x01(\t\x12\x0f\n\x07release\x18\x04 \x01(\x0c\x12\r\n\x05\x66orce\x18\x05 \x01(\x08\"G\n\x16PromoteRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"1\n\x13PauseRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"E\n\x14PauseRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"2\n\x14ResumeRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"F\n\x15ResumeRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable\"4\n\x16RollBackRolloutRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\x12\x0b\n\x03why\x18\x02 \x01(\t\"H\n\x17RollBackRolloutResponse\x12-\n\x05table\x18\x01 \x01(\x0b\x32\x1e.millrace.common.v1.RouteTable2\x86\x07\n\x0cRouteService\x12V\n\tGetRoutes\x12#.millrace.usage.v1.GetRoutesRequest\x1a$.millrace.usage.v1.GetRoutesResponse\x12V\n\tPutRoutes\x12#.millrace.usage.v1.PutRoutesRequest\x1a$.millrace.usage.v1.PutRoutesResponse\x12k\n\x10ListRouteHistory\x12*.millrace.usage.v1.ListRouteHistoryRequest\x1a+.millrace.usage.v1.ListRouteHistoryResponse\x12\x62\n\rRestoreRoutes\x12\'.millrace.usage.v1.RestoreRoutesRequest\x1a(.millrace.usage.v1.RestoreRoutesResponse\x12_\n\x0cStartRollout\x12&.millrace.usage.v1.StartRolloutRequest\x1a\'.millrace.usage.v1.StartRolloutResponse\x12\x65\n\x0ePromoteRollout\x12(.millrace.usage.v1.PromoteRolloutRequest\x1a).millrace.usage.v1.PromoteRolloutResponse\x12_\n\x0cPauseRollout\x12&.millrace.usage.v1.PauseRolloutRequest\x1a\'.millrace.usage.v1.PauseRolloutResponse\x12\x62\n\rResumeRollout\x12\'.millrace.usage.v1.ResumeRolloutRequest\x1a(.millrace.usage.v1.ResumeRolloutResponse\x12h\n\x0fRollBackRollout\x12).millrace.usage.v1.RollBackRolloutRequest\x1a*.millrace.usage.v1.RollBackRolloutResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'millrace.usage.v1.route_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STARTROLLOUTREQUEST_CRITERIAENTRY']._loaded_options = None
+  _globals['_STARTROLLOUTREQUEST_CRITERIAENTRY']._serialized_options = b'8\001'
   _globals['_GETROUTESREQUEST']._serialized_start=158
   _globals['_GETROUTESREQUEST']._serialized_end=176
   _globals['_GETROUTESRESPONSE']._serialized_start=178
@@ -53,25 +55,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESTOREROUTESRESPONSE']._serialized_start=736
   _globals['_RESTOREROUTESRESPONSE']._serialized_end=806
   _globals['_STARTROLLOUTREQUEST']._serialized_start=809
-  _globals['_STARTROLLOUTREQUEST']._serialized_end=991
-  _globals['_STARTROLLOUTRESPONSE']._serialized_start=993
-  _globals['_STARTROLLOUTRESPONSE']._serialized_end=1062
-  _globals['_PROMOTEROLLOUTREQUEST']._serialized_start=1064
-  _globals['_PROMOTEROLLOUTREQUEST']._serialized_end=1164
-  _globals['_PROMOTEROLLOUTRESPONSE']._serialized_start=1166
-  _globals['_PROMOTEROLLOUTRESPONSE']._serialized_end=1237
-  _globals['_PAUSEROLLOUTREQUEST']._serialized_start=1239
-  _globals['_PAUSEROLLOUTREQUEST']._serialized_end=1288
-  _globals['_PAUSEROLLOUTRESPONSE']._serialized_start=1290
-  _globals['_PAUSEROLLOUTRESPONSE']._serialized_end=1359
-  _globals['_RESUMEROLLOUTREQUEST']._serialized_start=1361
-  _globals['_RESUMEROLLOUTREQUEST']._serialized_end=1411
-  _globals['_RESUMEROLLOUTRESPONSE']._serialized_start=1413
-  _globals['_RESUMEROLLOUTRESPONSE']._serialized_end=1483
-  _globals['_ROLLBACKROLLOUTREQUEST']._serialized_start=1485
-  _globals['_ROLLBACKROLLOUTREQUEST']._serialized_end=1537
-  _globals['_ROLLBACKROLLOUTRESPONSE']._serialized_start=1539
-  _globals['_ROLLBACKROLLOUTRESPONSE']._serialized_end=1611
-  _globals['_ROUTESERVICE']._serialized_start=1614
-  _globals['_ROUTESERVICE']._serialized_end=2516
+  _globals['_STARTROLLOUTREQUEST']._serialized_end=1136
+  _globals['_STARTROLLOUTREQUEST_CRITERIAENTRY']._serialized_start=1089
+  _globals['_STARTROLLOUTREQUEST_CRITERIAENTRY']._serialized_end=1136
+  _globals['_STARTROLLOUTRESPONSE']._serialized_start=1138
+  _globals['_STARTROLLOUTRESPONSE']._serialized_end=1207
+  _globals['_PROMOTEROLLOUTREQUEST']._serialized_start=1209
+  _globals['_PROMOTEROLLOUTREQUEST']._serialized_end=1309
+  _globals['_PROMOTEROLLOUTRESPONSE']._serialized_start=1311
+  _globals['_PROMOTEROLLOUTRESPONSE']._serialized_end=1382
+  _globals['_PAUSEROLLOUTREQUEST']._serialized_start=1384
+  _globals['_PAUSEROLLOUTREQUEST']._serialized_end=1433
+  _globals['_PAUSEROLLOUTRESPONSE']._serialized_start=1435
+  _globals['_PAUSEROLLOUTRESPONSE']._serialized_end=1504
+  _globals['_RESUMEROLLOUTREQUEST']._serialized_start=1506
+  _globals['_RESUMEROLLOUTREQUEST']._serialized_end=1556
+  _globals['_RESUMEROLLOUTRESPONSE']._serialized_start=1558
+  _globals['_RESUMEROLLOUTRESPONSE']._serialized_end=1628
+  _globals['_ROLLBACKROLLOUTREQUEST']._serialized_start=1630
+  _globals['_ROLLBACKROLLOUTREQUEST']._serialized_end=1682
+  _globals['_ROLLBACKROLLOUTRESPONSE']._serialized_start=1684
+  _globals['_ROLLBACKROLLOUTRESPONSE']._serialized_end=1756
+  _globals['_ROUTESERVICE']._serialized_start=1759
+  _globals['_ROUTESERVICE']._serialized_end=2661
 # @@protoc_insertion_point(module_scope)

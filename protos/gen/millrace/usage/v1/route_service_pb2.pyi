@@ -221,6 +221,26 @@ Global___RestoreRoutesResponse: _TypeAlias = RestoreRoutesResponse  # noqa: Y015
 class StartRolloutRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class CriteriaEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ALIAS_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     BASELINE_FIELD_NUMBER: _builtins.int
@@ -229,6 +249,8 @@ class StartRolloutRequest(_message.Message):
     WHY_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
+    CRITERIA_FIELD_NUMBER: _builtins.int
+    MIRRORED_SHARE_FIELD_NUMBER: _builtins.int
     alias: _builtins.str
     candidate: _builtins.str
     """`version` of the model of that name, or `model@version`."""
@@ -239,6 +261,8 @@ class StartRolloutRequest(_message.Message):
     """The candidate's release file, with evaluation and contract-suite result, signed with a key that the service trusts."""
     force: _builtins.bool
     """Goes without such a release; `why` is then required, and the history says that it was forced."""
+    mirrored_share: _builtins.float
+    """0 … 1: so many of the requests run again on the candidate while the rollout lasts."""
     @_builtins.property
     def step_percents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty: 1, 5, 25, 100."""
@@ -246,6 +270,10 @@ class StartRolloutRequest(_message.Message):
     @_builtins.property
     def bake(self) -> _duration_pb2.Duration:
         """Absent: 5 minutes."""
+
+    @_builtins.property
+    def criteria(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the candidate must hold, as in Rollout."""
 
     def __init__(
         self,
@@ -258,10 +286,12 @@ class StartRolloutRequest(_message.Message):
         why: _builtins.str = ...,
         release: _builtins.bytes = ...,
         force: _builtins.bool = ...,
+        criteria: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        mirrored_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bake", b"bake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "force", b"force", "release", b"release", "step_percents", b"step_percents", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alias", b"alias", "bake", b"bake", "baseline", b"baseline", "candidate", b"candidate", "criteria", b"criteria", "force", b"force", "mirrored_share", b"mirrored_share", "release", b"release", "step_percents", b"step_percents", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
