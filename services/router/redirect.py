@@ -27,15 +27,17 @@ class Redirect:
         """True when the claim cannot run as it is. Re-targets its entry where that is possible."""
         entry, routes = held.claim.entry, self._routes()
         own = Target(entry.model.model, entry.model.version)
+        withdrawn = own in routes.withdrawn
+        if not withdrawn and (entry.prefix or now - held.since <= PATIENCE_S):
+            return False
         served = {
             Target(e.view.model.model, e.view.model.version): e.view
             for e in endpoints
             if e.view is not None and is_routable(e, now)
         }
-        withdrawn = own in routes.withdrawn
         if entry.prefix:
-            return withdrawn and own not in served
-        if not withdrawn and (own in served or now - held.since <= PATIENCE_S):
+            return own not in served
+        if not withdrawn and own in served:
             return False
         if entry.route not in routes.routes:
             return withdrawn

@@ -551,6 +551,22 @@ async def test_what_is_admitted_again_is_held_once(store: AdmissionStore) -> Non
     assert ids(await store.claim(POOL, "router-1", 32)) == ["c1"]
 
 
+async def test_what_leaves_the_queue_for_another_version_is_held_by_no_worker(
+    store: AdmissionStore, redis_client: aioredis.Redis
+) -> None:
+    await enqueue_capped(store, "c0", "c1", slots=1)
+    claims = await store.claim(POOL, "router-1", 32)
+
+    await store.close_claims(POOL, claims)
+    await store.forget_closed(POOL, "c0")
+
+    assert ids(claims) == ["c0"]
+    assert await store.read_requests(POOL, ["c0"]) == [None]
+    assert ids(await store.claim(POOL, "router-1", 32)) == ["c1"]
+    await store.finish(POOL, [make_terminal("c1", "capped")])
+    assert await redis_client.hgetall(f"mr:{{{POOL.tag}}}:tq") == {b"caps|capped": b"1|"}
+
+
 async def test_a_tenant_that_comes_while_another_waits_at_its_caps_rings_the_bell(store: AdmissionStore) -> None:
     await enqueue_capped(store, "c0", "c1", slots=1)
     await store.claim(POOL, "router-1", 32)

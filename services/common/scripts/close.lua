@@ -5,6 +5,7 @@ for i = 2, #ARGV, 2 do
   local r = read(ARGV[i])
   if r and r.state == 'claimed' and r.claim == ARGV[i + 1] then
     leave(r)
+    uncount(r)
     call('HSET', req(r.id), 'state', 'closed')
     closed = closed + 1
   end
