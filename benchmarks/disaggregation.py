@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
-import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -25,7 +22,7 @@ from pathlib import Path
 import httpx
 
 from benchmarks.results import save
-from cli.stack_state import demo_key
+from tests.helpers.stack import running_stack
 
 LAYOUTS = {"aggregated": ("--workers", "2"), "disaggregated": ("--prefill", "1", "--decode", "1")}
 WORDS = ("river", "stone", "wheel", "gate", "field", "grain", "water", "mill", "road", "bridge", "market", "winter")
@@ -56,34 +53,15 @@ class Result:
     gaps: int
 
 
-class Stack:
-    """One local stack in a home of its own."""
-
-    def __init__(self, model: str, layout: str) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="millrace-bench-")
-        ports = [str(_free_port()) for _ in range(2)]
-        self._env = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")}
-        self._env["MILLRACE_HOME"] = self._home.name
-        options = ("--model", model, *LAYOUTS[layout], "--port", ports[0], "--grpc-port", ports[1])
-        self._cli("up", *options, "--detach")
-        key = demo_key(Path(self._home.name))
-        headers = {"Authorization": f"Bearer {key}"}
-        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", headers=headers, timeout=120)
-
-    async def stop(self) -> None:
-        """Drain and remove it."""
-        await self.client.aclose()
-        self._cli("down")
-        self._home.cleanup()
-
-    def _cli(self, *arguments: str) -> None:
-        subprocess.run([sys.executable, "-m", "cli.main", *arguments], env=self._env, check=True, capture_output=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.asynccontextmanager
+async def _stack_of(model: str, layout: str) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a stack in a home of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder,
+        running_stack(Path(folder) / "home", "--model", model, *LAYOUTS[layout]) as stack,
+    ):
+        async with httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=120) as client:
+            yield client
 
 
 def _prompt(rng: random.Random, words: int) -> str:
@@ -118,14 +96,12 @@ async def _first_token_s(client: httpx.AsyncClient, model: str, prompt: str) -> 
 
 async def measure(layout: str, model: str, load: Load) -> Result:
     """One stack, from its start to its end."""
-    stack, rng = Stack(model, layout), random.Random(7)
-    try:
-        client, name = stack.client, (await stack.client.get("/v1/models")).json()["data"][0]["id"]
+    rng = random.Random(7)
+    async with _stack_of(model, layout) as client:
+        name = (await client.get("/v1/models")).json()["data"][0]["id"]
         await _first_token_s(client, name, _prompt(rng, load.prompt_words))
         idle = [await _first_token_s(client, name, _prompt(rng, load.prompt_words)) for _ in range(load.idle_prompts)]
         gaps, firsts = await _under_prompts(client, name, load, rng)
-    finally:
-        await stack.stop()
     cuts = statistics.quantiles(gaps, n=100)
     numbers = (cuts[49], cuts[98], max(gaps), statistics.median(firsts), statistics.median(idle))
     return Result(layout, *(round(seconds * 1_000, 1) for seconds in numbers), len(gaps))

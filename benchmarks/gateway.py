@@ -32,7 +32,8 @@ from benchmarks.results import cpu_ms, machine, save
 from services.common.admission_store import AdmissionStore
 from services.common.lifecycle import new_ulid
 from services.common.redis_client import connect
-from tests.helpers.stack import Stack, free_port
+from tests.helpers.redis import free_port
+from tests.helpers.stack import Stack
 from tests.helpers.worker import GatewayClient, entry
 
 UNARY_TOKENS = 8

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.results import save
+from benchmarks.results import cpu_ms, save
 from cli.bench_client import Load, open_client
 from cli.bench_load import Ending, Lengths, Shape, make_jobs, warm_up_job
 from tests.helpers.stack import Stack, with_shared_kernels
@@ -31,7 +31,6 @@ PROMPT_WORDS = (100, 100)
 OUTPUT_TOKENS = (64, 64)
 TARGET = 0.10
 _STEP_SUM = re.compile(r"^millrace_engine_step_seconds_sum\{[^}]*\} (\S+)$", re.MULTILINE)
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 # A socket's state in /proc/net/tcp.
 _LISTENS = "0A"
 
@@ -70,17 +69,12 @@ class Probe:
         computing, others = {}, 0.0
         for task in Path(f"/proc/{self.worker}/task").iterdir():
             if int(task.name) != self.worker and (task / "comm").read_text() == name:
-                computing[int(task.name)] = _cpu_s(task / "stat")
+                computing[int(task.name)] = cpu_ms(self.worker, int(task.name)) / 1000
             else:
-                others += _cpu_s(task / "stat")
+                others += cpu_ms(self.worker, int(task.name)) / 1000
         steps = sum(map(float, _STEP_SUM.findall(text)))
-        processes = {name: _cpu_s(Path(f"/proc/{pid}/stat")) for name, pid in self.processes.items()}
+        processes = {name: cpu_ms(pid) / 1000 for name, pid in self.processes.items()}
         return Sample(steps, processes, computing, others)
-
-
-def _cpu_s(stat: Path) -> float:
-    fields = stat.read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def listening_port(pid: int) -> int:

@@ -53,9 +53,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def cpu_ms(pid: int) -> float:
-    """Processor time so far of a process, in milliseconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def cpu_ms(pid: int, task: int | None = None) -> float:
+    """Processor time so far of a process or of one of its threads, in milliseconds."""
+    folder = Path(f"/proc/{pid}") if task is None else Path(f"/proc/{pid}/task/{task}")
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICKS_MS
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.stack import free_port
+from tests.helpers.redis import free_port
 from tests.helpers.transcripts import Transcript, stream_completion
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1_500)]

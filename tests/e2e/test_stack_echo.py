@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.stack import Stack, millrace
+from tests.helpers.stack import Stack, millrace, running_stack
 from tests.helpers.transcripts import Transcript, stream_completion
 
 pytestmark = pytest.mark.timeout(180)
@@ -22,13 +22,10 @@ STREAMS = 32
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    running = Stack(tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "20"})
-    try:
-        yield running.wait_ready()
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.kill_all()
+    with running_stack(
+        tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "20"}
+    ) as stack:
+        yield stack
 
 
 async def run_streams(stack: Stack, count: int, max_tokens: int) -> list[Transcript]:
@@ -133,9 +130,7 @@ def test_a_client_that_goes_away_is_billed_for_what_it_got_and_stops_the_work(st
 
 
 def test_with_tls_between_services_a_request_is_answered_and_administrators_are_served(tmp_path: Path) -> None:
-    secure = Stack(tmp_path / "home", "--model", "echo", "--tls")
-    try:
-        secure.wait_ready()
+    with running_stack(tmp_path / "home", "--model", "echo", "--tls") as secure:
         seen = asyncio.run(run_streams(secure, 1, 10))
         assert_billed_as_seen(secure, seen)
         key = millrace(secure.home, "key", "create", "--tenant", "demo")
@@ -146,10 +141,6 @@ def test_with_tls_between_services_a_request_is_answered_and_administrators_are_
         assert (key.returncode, status.returncode) == (0, 0), key.stderr + status.stderr
         assert refused.returncode == 2
         assert "certificate" in refused.stderr
-        assert secure.stop() == 0
-    finally:
-        if secure.process.poll() is None:
-            secure.kill_all()
 
 
 def test_bench_ramps_to_the_knee_and_says_what_is_wrong(stack: Stack, tmp_path: Path) -> None:

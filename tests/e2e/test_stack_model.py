@@ -16,7 +16,7 @@ import pytest
 from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2, gateway_service_pb2_grpc
 
-from tests.helpers.stack import Stack, millrace, with_shared_kernels
+from tests.helpers.stack import Stack, millrace, running_stack, with_shared_kernels
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 
@@ -26,13 +26,8 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = Stack(with_shared_kernels(tmp_path_factory.mktemp("model") / "home"))
-    try:
-        yield running.wait_ready()
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.kill_all()
+    with running_stack(with_shared_kernels(tmp_path_factory.mktemp("model") / "home")) as stack:
+        yield stack
 
 
 def test_the_printed_curl_line_answers_with_paris(stack: Stack) -> None:

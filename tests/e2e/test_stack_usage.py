@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.exact_bill import ExactBill
-from tests.helpers.stack import Stack, millrace
+from tests.helpers.stack import Stack, millrace, running_stack
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -21,26 +20,21 @@ SEED = 20_260_301
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    running = Stack(tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "10"})
-    try:
-        yield running.wait_ready()
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.kill_all()
+    with running_stack(
+        tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "10"}
+    ) as stack:
+        yield stack
 
 
 def test_cut_streams_and_a_dead_worker_are_billed_as_counted_and_their_cost_is_told(stack: Stack) -> None:
-    began = time.time()
     priced = millrace(stack.home, "price", "set", "echo", "--accelerator-hour", "3600", "--from", "2020-01-01")
     load = ExactBill(stack, SEED, cuts=CUTS)
 
     asyncio.run(load.run(["worker-1"]))
     rows = stack.wait_ledger(len(load.seen))
-    span = [time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(moment)) for moment in (began - 5, time.time() + 5)]
     costs = millrace(stack.home, "usage", "costs", "--by", "tenant", "--by", "model", "--format", "jsonl")
     # Of the worker that lives; it tells a second after the end at most.
-    compared = millrace(stack.home, "usage", "reconcile", "--since", span[0], "--until", span[1])
+    compared = load.reconcile()
 
     assert priced.returncode == 0, priced.stderr
     assert load.mistakes(rows) == []

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, running_stack
 
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    running = Stack(tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "20"})
-    try:
-        yield running.wait_ready()
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.kill_all()
+    with running_stack(
+        tmp_path / "home", "--workers", "2", "--model", "echo", env={"MILLRACE_ECHO_STEP_MS": "20"}
+    ) as stack:
+        yield stack

@@ -15,8 +15,9 @@ import httpx
 import pytest
 
 from tests.helpers.nemesis import redis_socket
+from tests.helpers.redis import free_port
 from tests.helpers.resuming import Resumed, stream_with_cuts
-from tests.helpers.stack import ROOT, Stack, clean_environment, free_port
+from tests.helpers.stack import ROOT, Stack, clean_environment
 from tests.helpers.worker import echo_tokens
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]

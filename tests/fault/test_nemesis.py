@@ -13,7 +13,6 @@ import httpx
 import pytest
 
 from tests.helpers.nemesis import (
-    ACK_WINDOW,
     SETTLING_S,
     Attempt,
     Nemesis,
@@ -51,9 +50,7 @@ def bill_mistake(a: Attempt, row: dict[str, Any], nemesis: Nemesis) -> str | Non
         return None if billed == delivered else f"{a.ending}: billed {billed}, delivered {delivered}"
     if not nemesis.killed("gateway", a.began, a.ended + 1):
         return f"cut at {delivered} tokens though no gateway was killed: {a.seen.broken}"
-    if delivered - ACK_WINDOW <= billed <= delivered:
-        return None
-    if billed == 0 and nemesis.killed("worker", a.began, a.ended + SETTLING_S):
+    if nemesis.lost_bill(billed, delivered, a.began, a.ended):
         return None
     return f"gateway killed: billed {billed}, delivered {delivered}"
 

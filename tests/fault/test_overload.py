@@ -15,13 +15,13 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, running_stack
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
 
@@ -119,26 +119,6 @@ def memory_kib(stack: Stack) -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
 
 
-def start(home: Path, max_requests: int) -> Stack:
-    environment = {
-        "MILLRACE_ECHO_STEP_MS": str(STEP_MS),
-        "MILLRACE_ENGINE": f"max_num_seqs={SLOTS}",
-        "MILLRACE_QUEUE": f"max_requests={max_requests}",
-    }
-    return Stack(home, "--workers", "1", "--model", "echo", env=environment)
-
-
-@contextlib.contextmanager
-def stopped(running: Stack) -> Iterator[Stack]:
-    print(f"OVERLOAD_SEED={SEED}")
-    try:
-        yield running.wait_ready()
-        assert running.stop() == 0
-    finally:
-        if running.process.poll() is None:
-            running.kill_all()
-
-
 async def shares(loads: dict[Load, int], settle_s: float, window_s: float) -> list[int]:
     """Tokens of each load in a window in which all of them ask."""
     async with contextlib.AsyncExitStack() as running:
@@ -164,7 +144,13 @@ def test_five_times_too_much_costs_no_goodput_and_no_memory(tmp_path: Path) -> N
             goodput = all_of_them.tokens_between(began, began + OVERLOAD_S)
         return peak / PEAK_S, goodput / OVERLOAD_S, all_of_them, memory
 
-    with stopped(start(tmp_path / "home", QUEUE)) as stack:
+    print(f"OVERLOAD_SEED={SEED}")
+    environment = {
+        "MILLRACE_ECHO_STEP_MS": str(STEP_MS),
+        "MILLRACE_ENGINE": f"max_num_seqs={SLOTS}",
+        "MILLRACE_QUEUE": f"max_requests={QUEUE}",
+    }
+    with running_stack(tmp_path / "home", "--workers", "1", "--model", "echo", env=environment) as stack:
         peak, goodput, load, memory = asyncio.run(scenario(stack))
 
     once = sum(each.refusals >= 1 for each in load.done)

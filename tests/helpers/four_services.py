@@ -78,7 +78,9 @@ async def running_services(
             await app.start()
             stack.push_async_callback(app.stop)
         url = f"http://127.0.0.1:{gateway.http_port}"
-        client = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        # As many connections at once as a test has streams; by itself the library takes a hundred.
+        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=30, limits=httpx.Limits())
         await stack.enter_async_context(client)
         async with asyncio.timeout(30):
             while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:

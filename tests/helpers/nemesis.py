@@ -103,6 +103,13 @@ class Nemesis:
         """Whether a service whose name starts so was killed in this span."""
         return any(f.kind == "kill" and f.service.startswith(prefix) and since <= f.at <= until for f in self.faults)
 
+    def lost_bill(self, billed: int, delivered: int, began: float, ended: float) -> bool:
+        """Whether a stream whose gateway was killed may be billed so: up to a window of acks below what was delivered,
+        or nothing where its worker was killed too."""
+        if delivered - ACK_WINDOW <= billed <= delivered:
+            return True
+        return billed == 0 and self.killed("worker", began, ended + SETTLING_S)
+
     def report(self) -> str:
         """The faults, counted."""
         counts = Counter(f"{f.service} {f.kind}" for f in self.faults)

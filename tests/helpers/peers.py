@@ -43,9 +43,6 @@ class Pair:
         response = await self.gateway.stub.Submit(message, timeout=WAIT_S)
         assert response.accepted, response
 
-    def prefill_stats(self) -> EngineStats:
-        return stats_of(self.prefill)
-
     def decode_stats(self) -> EngineStats:
         return stats_of(self.decode)
 

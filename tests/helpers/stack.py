@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cli.stack_state import StackState, demo_key, process_alive, read_state
+from tests.helpers.redis import free_port
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def clean_environment(home: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -163,3 +158,15 @@ class Stack:
             except ProcessLookupError:
                 continue
         self.process.wait(10)
+
+
+@contextlib.contextmanager
+def running_stack(home: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Stack]:
+    """A stack that is ready; it must stop well at the end, and nothing is left of it in any case."""
+    stack = Stack(home, *arguments, env=env)
+    try:
+        yield stack.wait_ready()
+        assert stack.stop() == 0
+    finally:
+        if stack.process.poll() is None:
+            stack.kill_all()

@@ -1,4 +1,4 @@
-"""A TCP proxy that can go silent with its connections open, or cut them, by call or after so many bytes."""
+"""A TCP proxy that can go silent with its connections open, or cut them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 
 class TcpProxy:
-    """Forwards to `target`. `answered` counts the bytes that came back from there."""
+    """Forwards to `target`."""
 
     def __init__(self, target: str) -> None:
         self._host, _, port = target.rpartition(":")
@@ -18,8 +18,6 @@ class TcpProxy:
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._fault_at: tuple[int, str] | None = None
-        self.answered = 0
         self.address = ""
 
     async def start(self) -> TcpProxy:
@@ -35,10 +33,6 @@ class TcpProxy:
                 self._server.close()
             for writer in self._writers:
                 writer.transport.abort()
-
-    def strike_after(self, answered: int, fault: str) -> None:
-        """The fault comes once so many more bytes came back."""
-        self._fault_at = (self.answered + answered, fault)
 
     def heal(self) -> None:
         """What was held back passes, in order."""
@@ -58,18 +52,13 @@ class TcpProxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
         self._writers |= {writer, upstream_writer}
-        there = asyncio.create_task(self._pump(reader, upstream_writer, is_answer=False))
-        back = asyncio.create_task(self._pump(upstream_reader, writer, is_answer=True))
+        there = asyncio.create_task(self._pump(reader, upstream_writer))
+        back = asyncio.create_task(self._pump(upstream_reader, writer))
         self._tasks |= {there, back}
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(16_384):
-                if is_answer:
-                    self.answered += len(data)
-                    if self._fault_at is not None and self.answered >= self._fault_at[0]:
-                        self.strike(self._fault_at[1])
-                        self._fault_at = None
                 await self._open.wait()
                 writer.write(data)
                 await writer.drain()

@@ -16,7 +16,7 @@ import pytest
 
 from services.common.http_server import HttpServer, listen
 from tests.helpers.echo_generation import LENGTH, FakeGenerator, Step, front, tokens
-from tests.helpers.stack import free_port
+from tests.helpers.redis import free_port
 
 # Debian puts it where only root looks.
 NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")

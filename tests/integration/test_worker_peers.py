@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
 import grpc
 import pytest
@@ -23,10 +22,6 @@ from tests.helpers.worker import Gate, echo_tokens, entry, poll
 PROMPT = list(range(100, 100 + 150))  # nine full blocks of 16 tokens, and six tokens more
 SHORT_LEASE_MS = 300
 DECODE = peer_config(WorkerRole.DECODE, kv_lease_ms=SHORT_LEASE_MS)
-
-
-def slow(_: SchedulerOutput) -> None:
-    time.sleep(0.02)
 
 
 async def answered_alone(pair: Pair, request_id: str, cause: str) -> None:
