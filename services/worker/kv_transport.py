@@ -58,7 +58,10 @@ class KVTransfer(Protocol):
         ...
 
     async def fence(self) -> None:
-        """As receiver: cut off every sender, so that nothing that is under way can land any more."""
+        """As receiver: cut off every sender, so that nothing that is under way can land any more.
+
+        Raises TransferError when no block can be taken in afterwards; it may be tried again.
+        """
         ...
 
     async def close(self) -> None:

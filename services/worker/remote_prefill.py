@@ -29,12 +29,12 @@ from services.worker.engine_loop import EngineLoop, LoopReport
 from services.worker.kv_metrics import PeerMetrics
 from services.worker.kv_moves import ImportBlocks, ImportFailed, Name
 from services.worker.kv_staging import StagingArea
-from services.worker.kv_transport import Reception, layout_message, share_of
+from services.worker.kv_transport import Reception, TransferError, layout_message, share_of
 from services.worker.load_reporter import LoadBoard, WorkerIdentity, wait_for
 from services.worker.peer_fetch import Call, PeerChannels, PeerFetch
 from services.worker.prefill_desk import BATCH_BYTES
 
-FENCE_POLL_S = 0.02
+FENCE_POLL_S, FENCE_RETRY_S = 0.02, 1.0
 # A peer may take so many times what prompts of this length took, and this long at least, before the work is done here;
 # before anything was measured, this long. At most the share of the time to the deadline.
 PATIENCE_FACTOR, MIN_PATIENCE_S, FIRST_PATIENCE_S, DEADLINE_SHARE = 4.0, 5.0, 60.0, 0.5
@@ -157,7 +157,13 @@ class RemotePrefills:
         staging = self._reception.staging
         while staging.counts().leased:
             await self._clock.sleep(FENCE_POLL_S)
-        await self._reception.transfer.fence()
+        while True:
+            try:
+                await self._reception.transfer.fence()
+                break
+            except TransferError as error:
+                structlog.get_logger().error("staging_fence_failed", detail=str(error))
+            await self._clock.sleep(FENCE_RETRY_S)
         staging.settle()
         staging.is_closed = False
         self._note_staging()

@@ -11,7 +11,6 @@ from collections import defaultdict
 from typing import Protocol
 
 import structlog
-from google.protobuf import timestamp_pb2
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
@@ -63,12 +62,12 @@ def gateway_lost_terminal(stream: RequestStream, *, worker_instance: str, now_wa
     marks = stream.marks
     if facts.claimed_at is not None:
         event.times.claim_time.CopyFrom(facts.claimed_at)
-    event.times.submit_time.CopyFrom(_timestamp(marks.submit))
+    event.times.submit_time.CopyFrom(wire.timestamp_of(marks.submit))
     if marks.start is not None:
-        event.times.start_time.CopyFrom(_timestamp(marks.start))
+        event.times.start_time.CopyFrom(wire.timestamp_of(marks.start))
     if marks.first_token is not None:
-        event.times.first_token_time.CopyFrom(_timestamp(marks.first_token))
-    event.times.end_time.CopyFrom(_timestamp(now_wall))
+        event.times.first_token_time.CopyFrom(wire.timestamp_of(marks.first_token))
+    event.times.end_time.CopyFrom(wire.timestamp_of(now_wall))
     computed = (prompt if stream.started else 0) + stream.produced_count()
     state = common_pb2.TERMINAL_STATE_FAILED
     return Terminal(entry.tenant, facts.request_id, facts.epoch, state, computed, event)
@@ -122,8 +121,3 @@ class TerminalWriter:
                     self._pending.pop(terminal.request_id, None)
                     structlog.get_logger().info("gateway_lost", request_id=terminal.request_id, won=result.won)
         return True
-
-
-def _timestamp(unix_seconds: float) -> timestamp_pb2.Timestamp:
-    whole = int(unix_seconds)
-    return timestamp_pb2.Timestamp(seconds=whole, nanos=int((unix_seconds - whole) * 1e9))

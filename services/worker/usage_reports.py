@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
-from google.protobuf import duration_pb2, timestamp_pb2
 from millrace.usage.v1 import usage_event_pb2
 
 from services.common.clock import Clock
 from services.common.errors import MillraceError
+from services.worker import wire
 from services.worker.engine.step_costs import ChoiceCost
 from services.worker.engine_loop import LoopReport
 from services.worker.load_reporter import WorkerIdentity
@@ -59,8 +59,10 @@ class AttemptLog:
             if (attempt := self._open.get((cost.key.request_id, cost.key.epoch))) is not None:
                 attempt.costs.append(cost)
         for output in report.outputs:
+            if output.finish_reason is None:
+                continue
             key = output.key.request_id, output.key.epoch
-            if output.finish_reason is None or (attempt := self._open.get(key)) is None:
+            if (attempt := self._open.get(key)) is None:
                 continue
             attempt.left -= 1
             if not attempt.left:
@@ -148,10 +150,10 @@ class UsageReporter:
             worker_instance=self._identity.instance,
             sequence=self._sequence + 1,
             model=self._identity.model,
-            start_time=_stamp(now_wall - (now - since.until)),
-            end_time=_stamp(now_wall - (now - until.until)),
-            busy=_seconds(until.busy_s - since.busy_s),
-            idle=_seconds(until.idle_s - since.idle_s),
+            start_time=wire.timestamp_of(now_wall - (now - since.until)),
+            end_time=wire.timestamp_of(now_wall - (now - until.until)),
+            busy=wire.duration_of(until.busy_s - since.busy_s),
+            idle=wire.duration_of(until.idle_s - since.idle_s),
         )
 
 
@@ -173,25 +175,15 @@ def _event(attempt: _Open, worker_instance: str, now_wall: float) -> usage_event
         accepted_draft_token_count=sum(cost.accepted_draft_token_count for cost in costs),
         rejected_draft_token_count=sum(cost.rejected_draft_token_count for cost in costs),
         block_milliseconds=round(sum(cost.block_seconds for cost in costs) * 1000),
-        prefill_time=_seconds(sum(cost.prefill_seconds for cost in costs)),
-        decode_time=_seconds(sum(cost.decode_seconds for cost in costs)),
+        prefill_time=wire.duration_of(sum(cost.prefill_seconds for cost in costs)),
+        decode_time=wire.duration_of(sum(cost.decode_seconds for cost in costs)),
         choices=[
             usage_event_pb2.ChoiceRange(choice=choice.index, start_index=choice.start, end_index=choice.end)
             for choice in stream.choices.values()
         ],
         error_reason=stream.failure.reason if stream.failure is not None else "",
-        end_time=_stamp(now_wall),
+        end_time=wire.timestamp_of(now_wall),
     )
     if marks.start is not None:
-        event.start_time.CopyFrom(_stamp(marks.start))
+        event.start_time.CopyFrom(wire.timestamp_of(marks.start))
     return event
-
-
-def _seconds(seconds: float) -> duration_pb2.Duration:
-    whole = int(seconds)
-    return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def _stamp(unix_seconds: float) -> timestamp_pb2.Timestamp:
-    whole = int(unix_seconds)
-    return timestamp_pb2.Timestamp(seconds=whole, nanos=int((unix_seconds - whole) * 1e9))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from google.protobuf import duration_pb2
+from google.protobuf import duration_pb2, timestamp_pb2
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2
 
@@ -157,6 +157,12 @@ def duration_of(seconds: float) -> duration_pb2.Duration:
     """Seconds as a Duration, rounded down to the nanosecond."""
     whole = math.floor(seconds)
     return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
+
+
+def timestamp_of(unix_seconds: float) -> timestamp_pb2.Timestamp:
+    """Unix seconds as a Timestamp, rounded down to the nanosecond."""
+    whole = math.floor(unix_seconds)
+    return timestamp_pb2.Timestamp(seconds=whole, nanos=int((unix_seconds - whole) * 1e9))
 
 
 def token_usage(prompt: int, cached: int, completion: int) -> common_pb2.TokenUsage:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from services.worker import remote_prefill
 from services.worker.config import WorkerRole
 from services.worker.engine.outputs import SchedulerOutput
-from services.worker.runtime.transfers.nixl import nixl_module
+from services.worker.kv_transport import TransferError
+from services.worker.runtime.transfers.nixl import NixlTransfer, nixl_module
 from tests.helpers.peers import Pair, fallbacks, metric, pair_of_workers, peer_config
 from tests.helpers.worker import Gate, echo_tokens, entry, poll
 
@@ -68,7 +72,19 @@ async def test_a_cancelled_request_frees_its_slots_once_the_peer_has_said_so() -
         assert pair.decode.app.parts.peers.remotes.staging.is_closed is False
 
 
-async def test_slots_of_a_silent_peer_are_quarantined_until_it_is_cut_off() -> None:
+@pytest.mark.parametrize("failures", [0, 1])
+async def test_slots_of_a_silent_peer_are_quarantined_until_it_is_cut_off(
+    failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence, tries = NixlTransfer.fence, itertools.count()
+
+    async def fence_at_last(transfer: NixlTransfer) -> None:
+        if next(tries) < failures:
+            raise TransferError("the agent does not start")
+        await fence(transfer)
+
+    monkeypatch.setattr(NixlTransfer, "fence", fence_at_last)
+    monkeypatch.setattr(remote_prefill, "FENCE_RETRY_S", 0.01)
     gate = Gate()
     hold = hold_second_chunk(gate)
     async with pair_of_workers(prefill=PREFILL, decode=DECODE, prefill_steps=hold) as pair:  # type: ignore[arg-type]
@@ -88,4 +104,5 @@ async def test_slots_of_a_silent_peer_are_quarantined_until_it_is_cut_off() -> N
         assert pair.gateway.of("r2").tokens[0] == echo_tokens("r2", 0, 12)
         # The one who comes next may find the link still slow, never wrong.
         assert set(fallbacks(pair.decode)) == {"silent"}
+        assert next(tries) > failures
         await pair.assert_nothing_is_held()

@@ -128,6 +128,34 @@ def test_a_cancelled_request_leaves_what_it_took_and_one_that_never_ran_leaves_n
     assert rig.of("runs").prefill_seconds + rig.of("runs").decode_seconds == pytest.approx(rig.busy_s)
 
 
+def test_a_name_that_is_used_again_pays_for_itself_alone() -> None:
+    rig = PaidRig()
+    for _ in range(2):
+        # One token to compute, as in the decode before: the whole blocks of the prompt come from the cache.
+        rig.add(make_request("again", prompt(9), max_tokens=4))
+        while rig.engine.has_work():
+            rig.pay()
+        rig.outputs.clear()
+
+    first, second = rig.costs
+    assert (first.prefill_token_count, first.decode_token_count) == (9, 3)
+    assert (second.prefill_token_count, second.decode_token_count) == (1, 3)
+    assert sum(cost.prefill_seconds + cost.decode_seconds for cost in rig.costs) == pytest.approx(rig.busy_s)
+
+
+def test_blocks_are_held_for_the_time_of_each_step() -> None:
+    rig = PaidRig()
+    for name, size in (("a", 5), ("b", 11)):
+        rig.add(make_request(name, prompt(size, seed=size), max_tokens=30 if name == "a" else 18))
+    held: dict[str, float] = {"a": 0.0, "b": 0.0}
+    while rig.engine.has_work():
+        seconds = rig.pay()
+        for row in rig.last.scheduled:
+            held[row.key.request_id] += len(row.block_table) * seconds
+
+    assert {name: rig.of(name).block_seconds for name in held} == pytest.approx(held)
+
+
 def test_costs_of_steps_that_nobody_timed_are_dropped() -> None:
     rig = PaidRig()
     for n in range(5):

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import sys
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -103,9 +104,8 @@ class SamplingParams:
     embed: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
-class RequestKey:
-    """Identity of one choice of one attempt inside the engine."""
+class RequestKey(msgspec.Struct, frozen=True, order=True, gc=False):
+    """Identity of one choice of one attempt inside the engine; looked up for each row of a step."""
 
     request_id: str
     choice: int

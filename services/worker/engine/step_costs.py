@@ -6,10 +6,12 @@ steps themselves. Pure: the caller measures. Called by the engine; read by the s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 
 import msgspec
+import numpy as np
 
 from services.worker.engine.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.engine.request import RequestKey
@@ -76,9 +78,11 @@ class StepCosts:
         self._costs: dict[RequestKey, ChoiceCost] = {}
         self._decision, self._result = _NOTHING
         self._ended: list[RequestKey] = []
-        # The rows of the last step, with their costs; emptied unless all of them decoded one token.
+        # The rows of the last step, with their costs; none unless all of them decoded one token.
         self._keys: list[RequestKey] = []
         self._decoding: list[ChoiceCost] = []
+        # What later steps of the same rows add to each of them: `_settle` does.
+        self._steps, self._shares, self._block_seconds = 0, 0.0, np.zeros(0)
 
     def note(self, decision: SchedulerOutput, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]) -> None:
         """A step was computed. What was noted before and never taken is dropped."""
@@ -99,56 +103,65 @@ class StepCosts:
         if self._decision.scheduled:
             self._share(seconds)
         self._decision, self._result = _NOTHING
+        if not self._ended:
+            return []
+        self._settle()
         ended, self._ended = self._ended, []
         return [cost for key in ended if (cost := self._costs.pop(key, None)) is not None]
 
-    def is_idle(self) -> bool:
-        """True when no choice is in hand."""
-        return not self._costs
-
     def _share(self, seconds: float) -> None:
-        decision = self._decision
-        keys = [row.key for row in decision.scheduled]
-        if keys == self._keys and decision.num_tokens == len(keys):
-            self._share_alike(seconds)
+        decision, rows = self._decision, self._decision.scheduled
+        keys = [row.key for row in rows]
+        counts = [len(row.token_ids) for row in rows]
+        total = sum(counts)
+        if total == len(rows) and not decision.new_requests and keys == self._keys:
+            # Most steps decode one token for each row of the step before: no look-ups, nothing to tell rows apart by.
+            self._weights.note(total, 0, seconds)
+            self._steps += 1
+            self._shares += seconds / total
+            self._block_seconds += np.array([len(row.block_table) for row in rows]) * seconds
             return
+        self._settle()
         for new in decision.new_requests:
             if new.key not in self._costs:
                 self._costs[new.key] = ChoiceCost(new.key, len(new.prompt_token_ids))
-        rows = [(row, self._costs[row.key]) for row in decision.scheduled]
+        costs = [self._costs[key] for key in keys]
         decodes = [
-            row.samples and len(row.token_ids) - row.draft_count == 1 and row.start >= cost.prompt_token_count
-            for row, cost in rows
+            count - row.draft_count == 1 and row.samples and row.start >= cost.prompt_token_count
+            for row, cost, count in zip(rows, costs, counts, strict=True)
         ]
         # A guessed token is verified as part of a decode.
-        decoded = sum(len(row.token_ids) for (row, _), decode in zip(rows, decodes, strict=True) if decode)
-        prefilled = decision.num_tokens - decoded
+        decoded = sum(itertools.compress(counts, decodes))
+        prefilled = total - decoded
         self._keys = keys if decoded == len(rows) and not prefilled else []
-        self._decoding = [cost for _, cost in rows]
+        self._decoding = costs if self._keys else []
+        self._block_seconds = np.zeros(len(self._keys))
         self._weights.note(decoded, prefilled, seconds)
         weight = self._weights.prefill_weight if prefilled and decoded else 1.0
         unit = seconds / (decoded + weight * prefilled)
-        for (row, cost), decode, sampled in zip(rows, decodes, self._result.rows, strict=True):
-            count = len(row.token_ids)
+        for row, cost, count, decode, sampled in zip(rows, costs, counts, decodes, self._result.rows, strict=True):
             cost.block_seconds += len(row.block_table) * seconds
             if not decode:
                 cost.prefill_token_count += count
                 cost.prefill_seconds += unit * weight * count
                 continue
-            accepted = min(max(0, len(sampled.token_ids) - 1), row.draft_count)
-            cost.decode_token_count += 1 + accepted
             cost.decode_seconds += unit * count
-            cost.accepted_draft_token_count += accepted
-            cost.rejected_draft_token_count += row.draft_count - accepted
-
-    def _share_alike(self, seconds: float) -> None:
-        # Most steps decode one token for each row of the step before: no look-ups, no weights.
-        self._weights.note(len(self._keys), 0, seconds)
-        share = seconds / len(self._keys)
-        for cost, row in zip(self._decoding, self._decision.scheduled, strict=True):
             cost.decode_token_count += 1
-            cost.decode_seconds += share
-            cost.block_seconds += len(row.block_table) * seconds
+            if count > 1:
+                accepted = min(max(0, len(sampled.token_ids) - 1), row.draft_count)
+                cost.decode_token_count += accepted
+                cost.accepted_draft_token_count += accepted
+                cost.rejected_draft_token_count += row.draft_count - accepted
+
+    def _settle(self) -> None:
+        """Add to the costs what steps of the same rows left to add."""
+        if not self._steps:
+            return
+        for cost, block_seconds in zip(self._decoding, self._block_seconds.tolist(), strict=True):
+            cost.decode_token_count += self._steps
+            cost.decode_seconds += self._shares
+            cost.block_seconds += block_seconds
+        self._steps, self._shares, self._block_seconds = 0, 0.0, np.zeros(len(self._keys))
 
 
 _NOTHING = SchedulerOutput(0, (), ()), ModelRunnerOutput(())

@@ -122,8 +122,11 @@ class NixlTransfer:
 
     def release(self, handle: Any, slots: Sequence[int]) -> None:
         """The sender is done with these."""
-        if handle is not None and self._agent is not None:
-            self._agent.release_xfer_handle(handle)
+        try:
+            if handle is not None and self._agent is not None:
+                self._agent.release_xfer_handle(handle)
+        except Exception as error:
+            structlog.get_logger().warning("nixl_release_failed", error=type(error).__name__)
         self._source.release(slots)
 
     def forget(self, agent: str) -> None:
@@ -154,7 +157,11 @@ class NixlTransfer:
             return
         for agent in list(self._remotes):
             self.forget(agent)
-        self._agent.deregister_memory(self._registered)
+        try:
+            self._agent.deregister_memory(self._registered)
+        except Exception as error:
+            structlog.get_logger().warning("nixl_deregister_failed", error=type(error).__name__)
+        # An agent that nobody holds is closed, whatever is registered.
         self._agent = self._registered = None
 
 
