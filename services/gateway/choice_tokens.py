@@ -13,7 +13,8 @@ from services.gateway.generation import TokenEvent
 class ChoiceTokens:
     """One choice. `finish` is the worker's or the budget's end; `closed` once the front was told or stopped it.
 
-    `worker_ended`: the worker of the current attempt runs it no more.
+    `worker_ended`: the worker of the current attempt runs it no more. `told` of what was delivered is on its way to
+    that worker, `confirmed` was written to it.
     """
 
     def __init__(self, index: int) -> None:
@@ -21,6 +22,7 @@ class ChoiceTokens:
         self.token_ids: list[int] = []
         self.handed = 0
         self.delivered = 0
+        self.told = 0
         self.confirmed = 0
         self.base = 0
         self.finish: common_pb2.FinishReason.ValueType | None = None
@@ -112,6 +114,6 @@ class ChoiceTokens:
             self.restart()
             return
         self.base = self.received
-        self.confirmed = self.delivered
+        self.told = self.confirmed = self.delivered
         self._finished_at_base = self.finish is not None
         self.worker_ended = self._finished_at_base or self.stopped

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 import msgspec
+from google.protobuf.message import Message
 
 from services.common.errors import InvalidRequest, Unsupported
 
@@ -37,12 +38,10 @@ class ComeBack:
 def parse_come_back(headers: Iterable[tuple[bytes, bytes]], path: str, raw: bytes, *, stream: bool) -> ComeBack | None:
     """None when the client asked for nothing of it. `raw` is valid JSON. Raises InvalidRequest."""
     sent = list(headers)
-    key = _one(sent, b"idempotency-key")
+    key = _key_digest(sent)
     resume = _one(sent, b"x-millrace-resume")
     if resume not in (None, b"0", b"1"):
         raise InvalidRequest("`X-Millrace-Resume` must be 0 or 1.", param="x-millrace-resume")
-    if key is not None and not 0 < len(key) <= KEY_BYTES:
-        raise InvalidRequest(f"`Idempotency-Key` has 1 to {KEY_BYTES} bytes.", param="idempotency-key")
     if key is None and not (resume == b"1" and stream):
         return None
     last_event = parse_last_event(sent)
@@ -51,12 +50,11 @@ def parse_come_back(headers: Iterable[tuple[bytes, bytes]], path: str, raw: byte
     # Order of fields and white space do not matter; every value does, `stream` included.
     canonical = msgspec.json.encode(msgspec.json.decode(raw), order="sorted")
     body = hashlib.sha256(path.encode() + b"\0" + canonical).hexdigest()
-    digest = "" if key is None else hashlib.sha256(key).hexdigest()
-    return ComeBack(digest, body, last_event, (_one(sent, b"authorization") or b"").decode("latin-1"))
+    return ComeBack(key or "", body, last_event, _authorization(sent))
 
 
-def parse_call(metadata: Iterable[tuple[str, str | bytes]], request: bytes) -> ComeBack | None:
-    """As `parse_come_back`, of a gRPC generation: `request` is its message, serialized the same way each time.
+def parse_call(metadata: Iterable[tuple[str, str | bytes]], request: Message) -> ComeBack | None:
+    """As `parse_come_back`, of a gRPC generation.
 
     Raises InvalidRequest, Unsupported for what is of HTTP streams only.
     """
@@ -64,14 +62,11 @@ def parse_call(metadata: Iterable[tuple[str, str | bytes]], request: bytes) -> C
     for name in (b"x-millrace-resume", b"last-event-id"):
         if _one(sent, name) is not None:
             raise Unsupported(f"`{name.decode()}` is served over HTTP only.", param=name.decode())
-    key = _one(sent, b"idempotency-key")
+    key = _key_digest(sent)
     if key is None:
         return None
-    if not 0 < len(key) <= KEY_BYTES:
-        raise InvalidRequest(f"`idempotency-key` has 1 to {KEY_BYTES} bytes.", param="idempotency-key")
-    body = hashlib.sha256(_GENERATE + b"\0" + request).hexdigest()
-    authorization = (_one(sent, b"authorization") or b"").decode("latin-1")
-    return ComeBack(hashlib.sha256(key).hexdigest(), body, None, authorization)
+    body = hashlib.sha256(_GENERATE + b"\0" + request.SerializeToString(deterministic=True)).hexdigest()
+    return ComeBack(key, body, None, _authorization(sent))
 
 
 def parse_last_event(headers: Iterable[tuple[bytes, bytes]]) -> EventId | None:
@@ -83,6 +78,17 @@ def parse_last_event(headers: Iterable[tuple[bytes, bytes]]) -> EventId | None:
     if found is None:
         raise InvalidRequest("`Last-Event-ID` is not an id of one of our events.", param="last-event-id")
     return EventId(found[1], int(found[2]))
+
+
+def _key_digest(headers: list[tuple[bytes, bytes]]) -> str | None:
+    key = _one(headers, b"idempotency-key")
+    if key is not None and not 0 < len(key) <= KEY_BYTES:
+        raise InvalidRequest(f"`Idempotency-Key` has 1 to {KEY_BYTES} bytes.", param="idempotency-key")
+    return None if key is None else hashlib.sha256(key).hexdigest()
+
+
+def _authorization(headers: list[tuple[bytes, bytes]]) -> str:
+    return (_one(headers, b"authorization") or b"").decode("latin-1")
 
 
 def _one(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes | None:

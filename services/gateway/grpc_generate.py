@@ -5,7 +5,6 @@ Owns the order of messages, when they count as delivered, and how a log keeps th
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -58,7 +57,7 @@ class GenerateRun:
             raise
         finally:
             # A cancelled call leaves by CancelledError or GeneratorExit.
-            await asyncio.shield(self._generation.finish(*self._ending))
+            await self._generation.finish(*self._ending)
 
     async def write(self, sink: Sink) -> None:
         """Write the whole answer into a log and end the generation."""

@@ -16,6 +16,7 @@ from millrace.gateway.v1 import usage_sums_pb2 as usage_pb
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import InvalidRequest
+from services.common.routes import Target
 from services.gateway.auth import INFERENCE, USAGE_READ
 from services.gateway.come_back import parse_call
 from services.gateway.embedding import Embedder
@@ -33,6 +34,7 @@ from services.gateway.request_draft import (
     TextPrompt,
     TokenPrompt,
 )
+from services.gateway.validation import may_use
 
 # As the header of the HTTP door.
 SESSION_METADATA = "x-millrace-session"
@@ -65,7 +67,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
             _draft(request, context.time_remaining()), session=_sent(context, SESSION_METADATA) or ""
         )
         job = GenerateJob(lambda: self._validator.validate(key, draft), lambda valid: self._begin(key, valid))
-        ask = parse_call(context.invocation_metadata() or (), request.SerializeToString(deterministic=True))
+        ask = parse_call(context.invocation_metadata() or (), request)
         if ask is None:
             await job.validate()
             async with contextlib.aclosing((await job.begin()).direct()) as messages:
@@ -95,7 +97,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         models = []
         for served in self._directory.models():
             ref = served.card.model
-            if not key.models or ref.model in key.models or f"{ref.model}@{ref.version}" in key.models:
+            if may_use(key, ref.model, Target(ref.model, ref.version)):
                 models.append(
                     pb.Model(
                         id=f"{ref.model}@{ref.version}",

@@ -88,7 +88,6 @@ class LiveRequest:
         self.renewing = False
         # Of a mirrored request: how its answer compares.
         self.shadow: usage_event_pb2.ShadowReport | None = None
-        # The epoch whose worker was told that it may forget the request.
         self.wake = asyncio.Event()
         self._table = table
         self._worker = ""
@@ -342,16 +341,15 @@ class LiveTable:
     # --- AttachListener ------------------------------------------------------------------------------------------
     def continued(self, instance: str) -> list[worker_service_pb2.Continue]:
         """What is held of the requests bound to this worker."""
-        held = []
-        for request in self._requests.values():
-            entry = request.core.ack(request.request_id) if _runs_on(request, instance) else None
-            if entry is not None:
-                held.append(
-                    worker_service_pb2.Continue(
-                        request_id=entry.request_id, epoch=entry.epoch, next_indices=entry.next_indices
-                    )
-                )
-        return held
+        return [
+            worker_service_pb2.Continue(
+                request_id=request_id,
+                epoch=request.core.binding.epoch,
+                next_indices=[choice.received for choice in request.core.choices],
+            )
+            for request_id, request in self._requests.items()
+            if request.core.binding is not None and request.core.binding.instance == instance
+        ]
 
     def on_frame(self, instance: str, events: Iterable[worker_service_pb2.Event]) -> None:
         """Events of one frame. Unknown requests are answered by Cancel."""
@@ -376,7 +374,8 @@ class LiveTable:
         entries = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is not None and _runs_on(request, instance):
+            bound = None if request is None else request.core.binding
+            if request is not None and bound is not None and bound.instance == instance:
                 entry = request.core.ack(request_id)
                 entries += [entry] if entry is not None else []
         return entries
@@ -394,7 +393,3 @@ class LiveTable:
         now = self.clock.monotonic()
         for request in list(self._requests.values()):
             self.perform(request, request.core.on_worker_lost(instance, now))
-
-
-def _runs_on(request: LiveRequest, instance: str) -> bool:
-    return request.core.binding is not None and request.core.binding.instance == instance

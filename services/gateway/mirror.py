@@ -97,7 +97,7 @@ class MirroringGenerator:
         except MillraceError as error:
             ending = ending_of(error)
         finally:
-            await asyncio.shield(shadow.finish(*ending))
+            await shadow.finish(*ending)
 
 
 class _Watched:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import ModelNotFound, NoWorker
+from services.common.routes import Target
 from services.gateway.api_types import ModelDetails, ModelList, ModelObject
 from services.gateway.generation import ModelDirectory, RouteAsk, ServedModel
 from services.gateway.json_endpoint import json_response
@@ -40,7 +41,7 @@ class ModelEndpoints:
         named: dict[str, ServedModel] = {}
         for model in self._directory.models():
             ref = model.card.model
-            if not key.models or ref.model in key.models or f"{ref.model}@{ref.version}" in key.models:
+            if may_use(key, ref.model, Target(ref.model, ref.version)):
                 named.setdefault(ref.model, model)
                 named[f"{ref.model}@{ref.version}"] = model
         for alias in self._directory.aliases():

@@ -40,6 +40,7 @@ class RequestMeter:
     def version(self, model: common_pb2.ModelRef) -> None:
         """Another version runs the request."""
         self._labels = (model.model, model.version, *self._labels[2:])
+        self._times = self._metrics.work(self._labels)
 
     def accepted(self, now: float) -> None:
         """A worker took the request."""

@@ -120,7 +120,7 @@ class RequestCore:
         """The first `token_count` tokens of a choice reached the client's transport; True: tell the worker."""
         choice = self.choices[index]
         choice.delivered = max(choice.delivered, min(token_count, choice.handed))
-        return self.binding is not None and choice.delivered - choice.confirmed >= CONFIRM_TOKENS
+        return self.binding is not None and choice.delivered - choice.told >= CONFIRM_TOKENS
 
     def fail(self, error: MillraceError) -> list[Action]:
         """End the request with an error; the first one stands."""
@@ -143,8 +143,9 @@ class RequestCore:
         """One event of a frame."""
         if self.ended or self.error is not None:
             return [SendCancel(instance, event.epoch)]
-        actions = self._bind(instance, event.epoch)
-        if self.binding != Binding(event.epoch, instance):
+        offered = Binding(event.epoch, instance)
+        actions = self._bind(offered)
+        if self.binding != offered:
             return actions
         self.heard_at = now
         kind = event.WhichOneof("event")
@@ -176,12 +177,14 @@ class RequestCore:
                 choice.confirmed = max(choice.confirmed, count)
 
     def ack(self, request_id: str) -> worker_service_pb2.AckEntry | None:
-        """What is held and what of it was delivered, for the bound worker; None while unbound."""
+        """What is held and what of it was delivered, to be told to the bound worker; None while unbound."""
         if self.binding is None:
             return None
         entry = worker_service_pb2.AckEntry(request_id=request_id, epoch=self.binding.epoch)
-        entry.next_indices.extend(choice.received for choice in self.choices)
-        entry.delivered_counts.extend(choice.delivered for choice in self.choices)
+        for choice in self.choices:
+            choice.told = choice.delivered
+            entry.next_indices.append(choice.received)
+            entry.delivered_counts.append(choice.delivered)
         return entry
 
     @property
@@ -241,8 +244,8 @@ class RequestCore:
             self.budget_exhausted = granted == 0
 
     # --- inside --------------------------------------------------------------------------------------------------
-    def _bind(self, instance: str, epoch: int) -> list[Action]:
-        offered, bound = Binding(epoch, instance), self.binding
+    def _bind(self, offered: Binding) -> list[Action]:
+        bound, instance, epoch = self.binding, offered.instance, offered.epoch
         if offered == bound:
             return []
         if epoch < self._floor or (bound is not None and epoch <= bound.epoch):

@@ -21,7 +21,6 @@ from services.common.grpc_client import Dial
 from services.common.lifecycle import end_tasks
 
 GIVE_UP_S = 3.0
-ACK_TOKENS = 8
 ACK_DELAY_S = 0.100
 # A worker that says nothing for so long is asked; one that does not answer is frozen, whatever its socket says.
 SILENCE_S = 2.0
@@ -78,7 +77,6 @@ class WorkerAttachment:
         self._dial = dial
         self._cancels: dict[tuple[str, int, int | None], None] = {}
         self._unacked: dict[str, None] = {}
-        self._unacked_tokens = 0
         self._wake = asyncio.Event()
         self._final: dict[str, worker_service_pb2.AckEntry] = {}
         self._hurry = False
@@ -182,7 +180,9 @@ class WorkerAttachment:
             hello = worker_service_pb2.Hello(
                 gateway_instance=self._gateway_instance, continued=self._listener.continued(self.record.instance)
             )
-            self._cancels, self._final, self._unacked, self._unacked_tokens = {}, {}, {}, 0
+            self._cancels, self._final = {}, {}
+            # What the broken stream was to tell of these is told again.
+            self._unacked = dict.fromkeys(held.request_id for held in hello.continued)
             await call.write(worker_service_pb2.AttachRequest(hello=hello))
             self.attached = True
             self._log.info("attached", continued=len(hello.continued))
@@ -223,8 +223,6 @@ class WorkerAttachment:
         for event in frame.events:
             if event.WhichOneof("event") == "delta":
                 self._unacked[event.request_id] = None
-                self._unacked_tokens += len(event.delta.token_ids)
-                self._hurry = self._hurry or event.delta.HasField("finish")
         self._listener.on_frame(self.record.instance, frame.events)
         self._wake.set()
 
@@ -235,7 +233,7 @@ class WorkerAttachment:
             for request_id, epoch, choice in self._take_cancels():
                 cancel = worker_service_pb2.Cancel(request_id=request_id, epoch=epoch, choice=choice)
                 await call.write(worker_service_pb2.AttachRequest(cancel=cancel))
-            ids, self._unacked, self._unacked_tokens = self._unacked, {}, 0
+            ids, self._unacked = self._unacked, {}
             final, self._final, self._hurry = self._final, {}, False
             entries = self._listener.ack_entries(self.record.instance, [i for i in ids if i not in final])
             if entries or final:
@@ -244,10 +242,10 @@ class WorkerAttachment:
                 self._listener.on_acked(entries)
 
     def _in_hurry(self) -> bool:
-        return self._hurry or bool(self._cancels) or self._unacked_tokens >= ACK_TOKENS
+        return self._hurry or bool(self._cancels)
 
     async def _wait_for_company(self) -> None:
-        # Nothing to send: sleep. Something: give it 100 ms to become 8 tokens.
+        # Nothing to send: sleep. Something: what comes within 100 ms goes with it.
         while not self._unacked and not self._in_hurry():
             self._wake.clear()
             await self._wake.wait()

@@ -103,7 +103,7 @@ class Listener:
             self.tokens[event.request_id] = max(count, self.tokens.get(event.request_id, 0))
 
     def ack_entries(self, instance: str, request_ids: Iterable[str]) -> list[pb.AckEntry]:
-        return [pb.AckEntry(request_id=i, epoch=1, next_indices=[self.tokens[i]]) for i in request_ids]
+        return [pb.AckEntry(request_id=i, epoch=1, next_indices=[self.tokens.get(i, 0)]) for i in request_ids]
 
     def on_acked(self, entries: Iterable[pb.AckEntry]) -> None:
         self.acked += entries
@@ -150,39 +150,27 @@ async def test_the_hello_names_the_gateway_and_what_it_holds(rig: Rig) -> None:
     assert rig.worker.hellos == [pb.Hello(gateway_instance=GATEWAY, continued=rig.listener.held)]
 
 
-async def test_eight_tokens_are_acked_at_once_and_fewer_after_a_while(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tokens_wait_for_company_until_an_ack_is_asked_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_attach, "ACK_DELAY_S", 3600.0)
     await rig.attached()
-    rig.worker.send(delta("r", 0, 7))
-    await until(lambda: rig.listener.tokens.get("r") == 7)
-    await asyncio.sleep(0.05)
-    assert rig.worker.acks == []
+    for first in range(20):
+        rig.worker.send(delta("r", first, 1, finish=first == 19), delta("s", first, 1))
+    await until(lambda: rig.listener.tokens.get("s") == 20)
 
-    rig.worker.send(delta("r", 7, 1))
+    rig.pool.acknowledge("worker-a", "r")
 
-    await until(lambda: bool(rig.worker.acks))
-    assert list(rig.worker.acks[-1].next_indices) == [8]
-    assert [list(e.next_indices) for e in rig.listener.acked] == [[8]]
+    await until(lambda: len(rig.listener.acked) == 2)
+    assert [(entry.request_id, list(entry.next_indices)) for entry in rig.worker.acks] == [("r", [20]), ("s", [20])]
+    assert rig.worker.ack_messages == 1
 
 
-async def test_few_tokens_are_acked_within_the_delay(rig: Rig) -> None:
+async def test_tokens_are_acked_within_the_delay(rig: Rig) -> None:
     await rig.attached()
 
     rig.worker.send(delta("r", 0, 1))
 
     await until(lambda: bool(rig.worker.acks))
     assert list(rig.worker.acks[0].next_indices) == [1]
-
-
-async def test_the_end_of_a_choice_is_acked_at_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_attach, "ACK_DELAY_S", 3600.0)
-    await rig.attached()
-
-    rig.worker.send(delta("r", 0, 1, finish=True))
-
-    await until(lambda: bool(rig.worker.acks))
 
 
 async def test_acks_of_many_requests_share_a_message(rig: Rig) -> None:
@@ -222,6 +210,17 @@ async def test_a_short_break_is_no_loss_and_the_next_hello_continues(rig: Rig) -
     assert list(rig.worker.hellos[1].continued) == rig.listener.held
     await asyncio.sleep(0.6)
     assert rig.listener.lost == []
+
+
+async def test_an_ack_that_a_break_swallowed_is_sent_again(rig: Rig) -> None:
+    await rig.attached()
+    rig.listener.held = [pb.Continue(request_id="r", epoch=1, next_indices=[0])]
+
+    rig.worker.outgoing.put_nowait(None)
+
+    await until(lambda: bool(rig.listener.acked))
+    assert len(rig.worker.hellos) == 2
+    assert [entry.request_id for entry in rig.listener.acked] == ["r"]
 
 
 async def test_a_worker_that_stays_away_is_lost_once_and_may_come_back(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from array import array
 
 import pytest
@@ -303,9 +304,9 @@ async def test_an_ended_request_is_the_workers_to_settle_until_its_end_is_record
     assert [entry.done for entry in rig.effects.confirmed] == [True]
 
 
-async def test_eight_delivered_tokens_are_told_at_once(rig: Rig) -> None:
+async def test_eight_delivered_tokens_are_told_at_once_and_once(rig: Rig) -> None:
     live = rig.add("r")
-    rig.frame("r", 0, *range(12))
+    rig.frame("r", 0, *range(16))
     reading = aiter(live.events())
     await anext(reading)
 
@@ -313,6 +314,30 @@ async def test_eight_delivered_tokens_are_told_at_once(rig: Rig) -> None:
     assert rig.effects.acknowledged == []
     live.mark_delivered(0, 8)
     assert rig.effects.acknowledged == [("worker-a", "r")]
+    (entry,) = rig.table.ack_entries("worker-a", ["r"])
+    assert list(entry.delivered_counts) == [8]
+
+    # That ack is still being written.
+    live.mark_delivered(0, 15)
+    assert len(rig.effects.acknowledged) == 1
+    live.mark_delivered(0, 16)
+    assert len(rig.effects.acknowledged) == 2
+
+
+async def test_times_and_ends_are_counted_under_the_version_that_ran(rig: Rig) -> None:
+    live = rig.add("r")
+    card = type(REQUEST.model.card)()
+    card.CopyFrom(REQUEST.model.card)
+    card.model.version = "2"
+    rig.effects.serving["worker-a"] = dataclasses.replace(REQUEST.model, card=card)
+    rig.table.on_frame("worker-a", [pb.Event(request_id="r", epoch=257, accepted=pb.Accepted())])
+    rig.frame("r", 0, 1, 2, finish=True)
+
+    await read(live)
+    await live.finish(common_pb2.TERMINAL_STATE_COMPLETED, common_pb2.FINISH_REASON_STOP)
+
+    counted = rig.metrics.ttft_seconds.collect()[0].samples
+    assert {s.labels["version"]: s.value for s in counted if s.name.endswith("_count") and s.value} == {"2": 1}
 
 
 async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:
