@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -10,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 RESULTS = Path(__file__).parent / "results"
 _TICKS_MS = 1000 / os.sysconf("SC_CLK_TCK")
@@ -29,7 +30,8 @@ def save(
         "config": config,
         "results": results,
     }
-    target.write_text(json.dumps(report, indent=2) + "\n")
+    # What was not measured (NaN) is null.
+    target.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return target
 
 

@@ -18,7 +18,7 @@ import pytest
 import redis.asyncio as aioredis
 
 from services.common.route_store import RouteStore
-from services.common.routes import Rollout, RolloutState, RouteTable, Target
+from services.common.routes import Rollout, RolloutState, RouteTable
 from services.usage import rollout as steps
 from services.usage.canary.controller import WHO, ProgressStore
 from services.worker import wiring as worker_wiring
@@ -27,11 +27,11 @@ from services.worker.engine.outputs import SchedulerOutput
 from services.worker.engine.request import RequestKey
 from tests.helpers.four_services import running_services
 from tests.helpers.redis import RedisProcess
+from tests.helpers.rollouts import NEW, OLD
 from tests.helpers.worker import echo_config, scripted_echo
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
 
-OLD, NEW = Target("echo", "1"), Target("echo", "2")
 STREAMS = 24
 TOKENS = 8
 # How long clients go on after the first of them met the new version.

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import sqlite3
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from services.worker.service import ServedModel
 from tests.helpers.fake_worker import until
 from tests.helpers.four_services import FourServices, running_services
 from tests.helpers.transcripts import Transcript, stream_completion
+from tests.helpers.worker import Gate
 
 V1, V2 = Target("echo", "1"), Target("echo", "2")
 TOKENS = 12
@@ -86,17 +86,6 @@ async def complete(client: httpx.AsyncClient, prompt: str = "hello", tokens: int
     return await stream_completion(client, {"model": "echo", "prompt": prompt, "max_tokens": tokens})
 
 
-class Gate:
-    """Holds the steps of an engine while it is shut."""
-
-    def __init__(self) -> None:
-        self.open = threading.Event()
-        self.open.set()
-
-    def script(self) -> FakeScript:
-        return FakeScript(before_step=lambda _: bool(self.open.wait(20)) and None)
-
-
 def second_version(gate: Gate, tokenizer: bytes = b"") -> LoadedModel:
     """Version 2, whose steps wait for the gate; with a tokenizer of its own unless that is empty."""
     config = WorkerConfig(model="echo", model_version="2", engine=dataclasses.replace(KNOBS, max_num_seqs=1))
@@ -106,7 +95,9 @@ def second_version(gate: Gate, tokenizer: bytes = b"") -> LoadedModel:
         size = Tokenizer.from_str(tokenizer.decode()).get_vocab_size()
         spec = dataclasses.replace(spec, vocab_size=size)
         card.vocab_size, card.tokenizer_digest = size, hashlib.sha256(tokenizer).digest()
-    return LoadedModel(FakeModelRunner(spec, script=gate.script(), salt="2"), ServedModel(card, tokenizer), "")
+    return LoadedModel(
+        FakeModelRunner(spec, script=FakeScript(before_step=gate), salt="2"), ServedModel(card, tokenizer), ""
+    )
 
 
 def pair_tokenizer() -> bytes:

@@ -17,16 +17,15 @@ from services.common.admission_store import AdmissionStore
 from services.common.admission_types import SHADOW_TENANT
 from services.common.lifecycle import new_ulid
 from services.common.route_store import RouteStore
-from services.common.routes import Route, RouteTable, Shadow, Target, WeightedTarget
+from services.common.routes import Route, RouteTable, Shadow, WeightedTarget
 from services.gateway.generation import ValidRequest
 from services.gateway.mirror import MAX_MIRRORED
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.wiring import WorkerApp, build
 from tests.helpers.gateway import KEY, FakeRouter, GatewayRig, read_all, running_back
 from tests.helpers.redis import RedisProcess
+from tests.helpers.rollouts import NEW, OLD
 from tests.helpers.worker import echo_config, scripted_echo
-
-OLD, NEW = Target("echo", "1"), Target("echo", "2")
 
 
 async def start_version(store: AdmissionStore, version: str, script: FakeScript) -> WorkerApp:

@@ -16,7 +16,6 @@ from tests.helpers.transcripts import Transcript
 from tests.helpers.two_versions import (
     TOKENS,
     V2,
-    Gate,
     Versions,
     complete,
     pair_tokenizer,
@@ -24,6 +23,7 @@ from tests.helpers.two_versions import (
     second_version,
     versions,
 )
+from tests.helpers.worker import Gate
 
 
 async def test_under_load_a_version_is_rolled_out_and_back_twice_and_every_token_is_accounted_to_its_version(
