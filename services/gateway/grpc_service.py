@@ -27,6 +27,7 @@ from services.gateway.grpc_embed import embed_drafts, embed_response, timeout_of
 from services.gateway.grpc_generate import GenerateJob, GenerateRun, kept_messages
 from services.gateway.peers import HOLDS
 from services.gateway.request_draft import (
+    SESSION,
     GrammarDraft,
     Prompt,
     RequestDraft,
@@ -36,8 +37,6 @@ from services.gateway.request_draft import (
 )
 from services.gateway.validation import may_use
 
-# As the header of the HTTP door.
-SESSION_METADATA = "x-millrace-session"
 SERVICE_NAME = "millrace.gateway.v1.GatewayService"
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -63,9 +62,7 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
         """One generation, whose deadline is the call's. A cancelled call cancels the work, unless it has an
         `idempotency-key`: then as over HTTP. Raises IdempotencyConflict."""
         key = await self._key(context)
-        draft = dataclasses.replace(
-            _draft(request, context.time_remaining()), session=_sent(context, SESSION_METADATA) or ""
-        )
+        draft = dataclasses.replace(_draft(request, context.time_remaining()), session=_sent(context, SESSION) or "")
         job = GenerateJob(lambda: self._validator.validate(key, draft), lambda valid: self._begin(key, valid))
         ask = parse_call(context.invocation_metadata() or (), request)
         if ask is None:

@@ -22,12 +22,10 @@ from services.gateway.limits import Limits
 from services.gateway.openai_answer import AnswerFacts, ChatShape, CompletionShape, Shape
 from services.gateway.openai_draft import chat_draft, completion_draft
 from services.gateway.openai_types import ChatRequest, CompletionRequest, GenerationBody
-from services.gateway.request_draft import RequestDraft
+from services.gateway.request_draft import SESSION, RequestDraft
 from services.gateway.resumable import Job, ResumableAnswers
 from services.gateway.validation import Validator
 
-# Requests of one session go to one version of a model while its routes stay.
-SESSION_HEADER = "x-millrace-session"
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
@@ -57,7 +55,7 @@ class GenerationEndpoint:
             return
         key = scope["state"]["key"]
         body = decode_body(raw, self._body_type, self._validator.limits)
-        job = _Job(self, key, body, request.headers.get(SESSION_HEADER, ""))
+        job = _Job(self, key, body, request.headers.get(SESSION, ""))
         await serve(self._parts.answers, (scope, receive, send), raw, job, stream=bool(body.stream))
 
     async def validate(self, key: KeyRecord, body: GenerationBody, session: str = "") -> ValidRequest:

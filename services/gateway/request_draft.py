@@ -13,6 +13,9 @@ from millrace.common.v1 import common_pb2
 from services.gateway.chat_template import JsonValue
 from services.gateway.tools import NO_TOOLS, ToolRules
 
+# A header, and gRPC metadata: requests of one session go to one version of a model while its routes stay.
+SESSION = "x-millrace-session"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChatPrompt:

@@ -5,6 +5,7 @@ Owns what is stored of a response and when: before the client reads its end, so 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -21,6 +22,7 @@ from services.gateway.handlers import AnswerRun, Delivery, read_body, serve
 from services.gateway.json_body import decode_body
 from services.gateway.openai_answer import AnswerFacts
 from services.gateway.openai_draft import chat_draft
+from services.gateway.request_draft import SESSION
 from services.gateway.response_store import ResponseStore
 from services.gateway.responses_answer import ResponsesShape, response_id
 from services.gateway.responses_types import ResponsesRequest, Turn, as_chat, input_turns
@@ -45,12 +47,13 @@ class ResponsesEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Create; raises MillraceError before anything was sent."""
+        request = Request(scope, receive)
         try:
-            raw = await read_body(Request(scope, receive), self._validator.limits)
+            raw = await read_body(request, self._validator.limits)
         except ClientDisconnect:
             return
         body = decode_body(raw, ResponsesRequest, self._validator.limits)
-        job = _Job(self._parts, self._validator, scope["state"]["key"], body)
+        job = _Job(self._parts, self._validator, scope["state"]["key"], body, request.headers.get(SESSION, ""))
         await serve(self._parts.answers, (scope, receive, send), raw, job, stream=bool(body.stream))
 
     async def get(self, request: Request) -> Response:
@@ -101,11 +104,14 @@ def _in_own_words(error: MillraceError) -> MillraceError:
 class _Job:
     """One request to create a response."""
 
-    def __init__(self, parts: FrontParts, validator: Validator, key: KeyRecord, body: ResponsesRequest) -> None:
+    def __init__(
+        self, parts: FrontParts, validator: Validator, key: KeyRecord, body: ResponsesRequest, session: str
+    ) -> None:
         self._parts = parts
         self._validator = validator
         self._key = key
         self._body = body
+        self._session = session
         self._turns: list[Turn] = []
         self._valid: ValidRequest | None = None
 
@@ -121,7 +127,8 @@ class _Job:
             earlier = stored.turns
         self._turns = [*earlier, *new]
         try:
-            self._valid = await self._validator.validate(self._key, chat_draft(as_chat(self._body, self._turns)))
+            draft = dataclasses.replace(chat_draft(as_chat(self._body, self._turns)), session=self._session)
+            self._valid = await self._validator.validate(self._key, draft)
         except MillraceError as error:
             raise _in_own_words(error) from None
 

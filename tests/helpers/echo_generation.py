@@ -248,15 +248,17 @@ class FakeGenerator:
 
 
 class FakeDirectory:
-    """Serves a list of models."""
+    """Serves a list of models; `asks` are who asked for one."""
 
     def __init__(self, *models: ServedModel) -> None:
         self._models = list(models)
+        self.asks: list[RouteAsk] = []
 
     def models(self) -> list[ServedModel]:
         return self._models
 
     def resolve(self, name: str, ask: RouteAsk = ANYBODY) -> ServedModel:
+        self.asks.append(ask)
         if not self._models:
             raise NoWorker("No worker serves any model yet.", retry_after_s=2.0)
         for model in self._models:

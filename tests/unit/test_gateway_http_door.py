@@ -13,9 +13,11 @@ from starlette.routing import Route
 from services.common.errors import StoreUnavailable
 from services.common.metrics import Metrics
 from services.gateway.app import OPEN_PATHS, Edge, create_app
+from services.gateway.chat_template import JsonValue
 from services.gateway.limits import Limits
 from tests.helpers.echo_generation import (
     AsgiClient,
+    FakeDirectory,
     FakeGenerator,
     FakeKeyRing,
     front,
@@ -148,6 +150,28 @@ async def test_ready_means_open_and_a_model_is_served() -> None:
 
 
 # Models
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_a_session_decides_the_version_before_the_user_at_every_endpoint(path: str, said: JsonValue) -> None:
+    parts = front_parts(FakeGenerator(one_by_one([65])), served())
+    asking = AsgiClient(create_app(parts, metrics=Metrics(), ready=lambda: True))
+    assert isinstance(said, dict)
+    body = {"model": "tiny", "user": "ann", **said}
+
+    with_session = await asking.ask("POST", path, body, headers=[KEYED, (b"x-millrace-session", b"s1")])
+    without = await asking.ask("POST", path, body, headers=[KEYED])
+
+    assert (with_session.status, without.status) == (200, 200)
+    assert isinstance(parts.directory, FakeDirectory)
+    assert [ask.key for ask in parts.directory.asks] == ["acme\0s1", "acme\0ann"]
 
 
 async def test_models_are_those_that_the_key_may_use() -> None:
