@@ -37,6 +37,8 @@ UNCONFIRMED_TOKENS = 16
 CONFIRM_TOKENS = 8
 MAX_ATTEMPTS = 3
 BUDGET_LEASE_TOKENS = 64
+# An owner that said nothing for so long does not have the request.
+_ACCEPTED_WITHIN_S = 5.0
 _BUDGET_LOW_TOKENS = 32
 _BYTES_PER_TOKEN = 16
 
@@ -73,6 +75,7 @@ class RequestCore:
         self.budget = limits.budget_tokens
         self.budget_exhausted = False
         self._floor = 0
+        self._owned: tuple[int, float] | None = None
         self._gap_at: tuple[int, int] | None = None
         self._prompt_logprobs: tuple[common_pb2.PositionLogprobs, ...] | None = None
         self._prompt_logprobs_handed = False
@@ -204,13 +207,19 @@ class RequestCore:
             return self.fail(error_of_record(record))
         if record.phase is RequestPhase.CLOSED and self.binding is None and record.attempt >= self.attempt:
             return self._choose_again(now)
-        gone = record.phase is RequestPhase.OWNED and self.binding is None and record.attempt >= self.attempt
-        if gone and (not worker_alive or now - self.queued_at > 5):
+        unheard = record.phase is RequestPhase.OWNED and self.binding is None and record.attempt >= self.attempt
+        if unheard and (not worker_alive or now - self._owned_since(record.epoch, now) > _ACCEPTED_WITHIN_S):
             self._floor = max(self._floor, record.epoch + 1)
             if not worker_alive:
                 self._lose(record.worker_instance)
             return self._run_elsewhere(WorkerLost("The worker that took the request was lost."), now)
         return []
+
+    def _owned_since(self, epoch: int, now: float) -> float:
+        """When the store first said that a worker has this attempt; how long it was queued before does not count."""
+        if self._owned is None or self._owned[0] != epoch:
+            self._owned = (epoch, now)
+        return self._owned[1]
 
     def run_as(self, max_token_count: int) -> None:
         """The version that was chosen again gives room for so many tokens a choice."""

@@ -184,7 +184,7 @@ class Dispatcher:
     def _read(self, held: HeldClaim, endpoint: Endpoint, reply: worker_service_pb2.SubmitResponse) -> Outcome:
         now = self._clock.monotonic()
         if reply.accepted:
-            endpoint.accepted(held.request_id, now)
+            endpoint.accepted(held.request_id, now, reply.watch_sequence if reply.HasField("watch_sequence") else None)
             return Outcome.ACCEPTED
         endpoint.refused(held.request_id, now, full=reply.refusal in _FULL)
         outcome = _OUTCOMES.get(reply.refusal, Outcome.REFUSED)

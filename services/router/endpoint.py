@@ -80,6 +80,7 @@ class View:
     prefill_rate: int | None
     prompt_digest: bytes
     suspect_count: int = 0
+    sequence: int = 0
 
     @classmethod
     def of(cls, message: worker_service_pb2.WatchResponse) -> View:
@@ -97,6 +98,7 @@ class View:
             ready=message.ready,
             prompt_digest=message.prompt_digest,
             suspect_count=message.suspect_count,
+            sequence=message.sequence,
             running_count=message.running_count,
             waiting_count=message.waiting_count,
             kv_token_byte_count=message.kv_token_byte_count,
@@ -114,6 +116,8 @@ class _Debit:
     token_count: int
     suspect: bool
     replied_at: float = math.inf
+    # The number of the last view that cannot show it, where the worker said so; else time has to tell.
+    hidden_until: int | None = None
 
 
 class Endpoint:
@@ -192,7 +196,7 @@ class Endpoint:
 
     def settling(self) -> bool:
         """A debit goes by time alone: the view is newer than its reply."""
-        return any(debit.replied_at <= self.seen_at for debit in self._debits.values())
+        return any(d.hidden_until is None and d.replied_at <= self.seen_at for d in self._debits.values())
 
     # --- what submits do to it -----------------------------------------------------------------------------------
     def debit(self, needs: Needs, computed_token_count: int | None = None) -> None:
@@ -204,11 +208,12 @@ class Endpoint:
         if self.reserved_for == needs.request_id:
             self.reserved_for = None
 
-    def accepted(self, request_id: str, now: float) -> None:
-        """The worker took it: the debit stands until a later view shows it."""
+    def accepted(self, request_id: str, now: float, watch_sequence: int | None = None) -> None:
+        """The worker took it, after the view of that number: the debit stands until a later view shows it."""
         self._failures = 0
         if request_id in self._debits:
             self._debits[request_id].replied_at = now
+            self._debits[request_id].hidden_until = watch_sequence
 
     def refused(self, request_id: str, now: float, *, full: bool) -> None:
         """A typed refusal is no guilt; `full` distrusts the view until the next one."""
@@ -236,8 +241,10 @@ class Endpoint:
         self._debits.pop(request_id, None)
 
     def _forget_shown(self, now: float) -> None:
-        shown = [
-            i for i, d in self._debits.items() if d.replied_at <= self.seen_at and d.replied_at <= now - VIEW_LAG_S
-        ]
-        for request_id in shown:
+        for request_id in [i for i, debit in self._debits.items() if self._is_shown(debit, now)]:
             del self._debits[request_id]
+
+    def _is_shown(self, debit: _Debit, now: float) -> bool:
+        if debit.hidden_until is not None:
+            return self.view is not None and self.view.sequence > debit.hidden_until
+        return debit.replied_at <= self.seen_at and debit.replied_at <= now - VIEW_LAG_S

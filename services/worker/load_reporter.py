@@ -86,6 +86,11 @@ class LoadBoard:
         """Engine counts of the newest report."""
         return self._stats
 
+    @property
+    def sequence(self) -> int:
+        """Number of the last Watch message that was made."""
+        return self._sequence
+
     def free_slots(self) -> int:
         """Choices that the batch still has room for."""
         return max(0, self._identity.max_num_seqs - self._table.slot_count - self.prefill_count)

@@ -99,9 +99,10 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             request_id=request.entry.request_id, epoch=request.epoch, worker_instance=self._identity.instance
         )
         try:
+            shown = self._board.sequence
             self._accept(request)
             crash_point("worker.after_accept")
-            response.accepted = True
+            response.accepted, response.watch_sequence = True, shown
         except _Refused as refused:
             response.refusal = refused.refusal
             response.detail = refused.detail

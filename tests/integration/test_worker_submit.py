@@ -214,10 +214,10 @@ async def test_watch_tells_room_at_once_and_again_when_it_changes() -> None:
         call = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"))
         first = await call.read()
 
-        await gateway.submit(entry("r1", max_tokens=500, choices=3))
-        busy = await call.read()
+        taken = await gateway.submit(entry("r1", max_tokens=500, choices=3))
+        before, busy = first, await call.read()
         while busy.free_slot_count == 4:
-            busy = await call.read()
+            before, busy = busy, await call.read()
         gateway.cancel("r1")
         idle = await call.read()
         while idle.free_slot_count < 4:
@@ -227,7 +227,7 @@ async def test_watch_tells_room_at_once_and_again_when_it_changes() -> None:
         assert list(first.attached_gateways) == ["gateway-1"]
         assert not first.HasField("progress_age")
         assert (busy.free_slot_count, busy.in_flight_count) == (1, 1)
-        assert idle.sequence > busy.sequence > first.sequence
+        assert idle.sequence > busy.sequence > taken.watch_sequence >= before.sequence >= first.sequence
         call.cancel()
         await gateway.close()
 

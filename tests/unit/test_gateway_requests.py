@@ -372,6 +372,17 @@ def test_an_unbound_request_waits_for_an_owner_that_lives() -> None:
     assert core.on_record(record(RequestPhase.CLAIMED), 2.0, worker_alive=False) == []
 
 
+def test_an_owner_has_five_seconds_to_say_so_however_long_the_request_was_queued() -> None:
+    core = make_core()
+    owned = record(RequestPhase.OWNED)
+    assert core.on_record(record(RequestPhase.QUEUED), 30.0, worker_alive=False) == []
+
+    assert core.on_record(owned, 31.0, worker_alive=True) == []
+    assert core.on_record(owned, 36.0, worker_alive=True) == []
+    assert core.on_record(record(RequestPhase.OWNED, epoch=258), 37.0, worker_alive=True) == []
+    assert core.on_record(record(RequestPhase.OWNED, epoch=258), 42.1, worker_alive=True) == [Readmit(2)]
+
+
 @pytest.mark.parametrize(
     ("state", "reason", "expected"),
     [

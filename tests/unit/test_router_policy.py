@@ -103,6 +103,19 @@ def test_an_accepted_submit_counts_until_a_later_view_shows_it() -> None:
     assert endpoint.free(1.0 + VIEW_LAG_S)[0] == 1
 
 
+def test_a_view_from_before_the_request_was_taken_does_not_show_it_however_late_it_comes() -> None:
+    endpoint = make_endpoint(view=make_view(slots=1, sequence=6))
+    endpoint.debit(needs("r1"))
+    endpoint.accepted("r1", 1.0, watch_sequence=7)
+
+    endpoint.observe(make_view(slots=1, sequence=7), 1.0 + 10 * VIEW_LAG_S)
+    assert endpoint.free(1.0 + 20 * VIEW_LAG_S)[0] == 0
+    assert not endpoint.settling()
+
+    endpoint.observe(make_view(slots=1, sequence=8), 1.0 + 20 * VIEW_LAG_S)
+    assert endpoint.free(1.0 + 20 * VIEW_LAG_S)[0] == 1
+
+
 def test_a_refusal_gives_the_room_back_and_a_full_worker_is_asked_again_after_its_next_view() -> None:
     endpoint = make_endpoint(view=make_view(slots=2))
     endpoint.debit(needs("r1"))

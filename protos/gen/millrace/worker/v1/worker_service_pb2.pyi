@@ -353,6 +353,7 @@ class SubmitResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    WATCH_SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     epoch: _builtins.int
     worker_instance: _builtins.str
@@ -360,6 +361,8 @@ class SubmitResponse(_message.Message):
     refusal: Global___SubmitRefusal.ValueType
     detail: _builtins.str
     """One sentence for the log, without request content."""
+    watch_sequence: _builtins.int
+    """Number of the last WatchResponse that was made before an accepted request was taken: only later ones show it."""
     def __init__(
         self,
         *,
@@ -369,12 +372,15 @@ class SubmitResponse(_message.Message):
         accepted: _builtins.bool = ...,
         refusal: Global___SubmitRefusal.ValueType = ...,
         detail: _builtins.str = ...,
+        watch_sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_watch_sequence", b"_watch_sequence", "watch_sequence", b"watch_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "detail", b"detail", "epoch", b"epoch", "refusal", b"refusal", "request_id", b"request_id", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_watch_sequence", b"_watch_sequence", "accepted", b"accepted", "detail", b"detail", "epoch", b"epoch", "refusal", b"refusal", "request_id", b"request_id", "watch_sequence", b"watch_sequence", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__watch_sequence: _TypeAlias = _typing.Literal["watch_sequence"]  # noqa: Y015
+    _WhichOneofArgType__watch_sequence: _TypeAlias = _typing.Literal["_watch_sequence", b"_watch_sequence"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__watch_sequence) -> _WhichOneofReturnType__watch_sequence | None: ...
 
 Global___SubmitResponse: _TypeAlias = SubmitResponse  # noqa: Y015
 
