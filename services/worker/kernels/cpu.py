@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from services.worker.kernels.cpu_build import InstructionSet, KernelUnavailableError, build, instruction_sets
+from services.worker.kernels.huge_pages import Arena
 
 ABI = 2
 LANES = 16
@@ -123,6 +124,7 @@ class CpuKernels:
         self._pool = self._library.mr_pool_new(threads)
         if not self._pool:
             raise KernelUnavailableError(f"{threads} kernel threads could not be started")
+        self._arena = Arena()
 
     def close(self) -> None:
         """Stop the threads; no call may follow."""
@@ -137,7 +139,7 @@ class CpuKernels:
             raise ValueError(f"{inputs} inputs are not whole groups of {GROUP}")
         panels = -(-outputs // LANES)
         size = panels * (inputs * LANES * 4 if layout == FORMAT_F32 else inputs // GROUP * _GROUP_BYTES[layout])
-        data = torch.empty(size, dtype=torch.uint8)
+        data = self._arena.take(size)
         self._library.mr_pack(kind, source.ctypes.data, outputs, inputs, data.data_ptr())
         return PackedMatrix(layout, outputs, inputs, data)
 

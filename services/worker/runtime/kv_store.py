@@ -7,10 +7,13 @@ positions, values lie (block_size, head_dim). A block is copied, spilled or sent
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from services.worker.engine.kv_blocks import KVLayout
+from services.worker.kernels.huge_pages import zeroed
 
 KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -32,8 +35,11 @@ class KVStore:
         """Memory of the host, unless `device` is another."""
         self.block_size = block_size
         self.head_dim = head_dim
-        # Zeroed pages come from the system untouched: memory is used as blocks are written.
-        self.data = torch.zeros((num_blocks, layers, 2, kv_heads, head_dim * block_size), dtype=dtype, device=device)
+        shape = (num_blocks, layers, 2, kv_heads, head_dim * block_size)
+        if device is None or device.type == "cpu":
+            self.data = zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def num_blocks(self) -> int:

@@ -117,6 +117,13 @@ struct Packed {
 #endif
 };
 
+// Groups ahead of the multiplication when packed weights feed it: the hardware's own fetching ends with each page.
+constexpr int AHEAD = 16;
+template <typename Source>
+constexpr bool is_packed = false;
+template <bool FOUR>
+constexpr bool is_packed<Packed<FOUR>> = true;
+
 constexpr int STRETCH = 18;  // groups unpacked at once: with the rows of a tile they fit the first-level cache
 
 #if defined(__AVX512VNNI__)
@@ -148,6 +155,7 @@ static void tile_int(const Source& source, int first, int groups, const Rows& ro
     V sums[MR];
     for (int r = 0; r < MR; r++) sums[r] = load(out + r * LANES);
     for (int g = 0; g < groups; g++) {
+        if constexpr (is_packed<Source>) source.fetch(g + AHEAD);
         __m512i w[8];
         for (int j = 0; j < 8; j++) w[j] = source.quad(g, j);
         V scale = source.scale(g), minimum = FOUR ? source.minimum(g) : scale;
@@ -206,6 +214,8 @@ static void tile_int(const Source& source, int first, int groups, const Rows& ro
     const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     for (int start = 0; start < 2; start += HALVES)
         for (int g = 0; g < groups; g++) {
+            if constexpr (is_packed<Source>)
+                if (start == 0) source.fetch(g + AHEAD);
             const int8_t* a = rows.bytes + row * rows.inputs + (size_t)(first + g) * GROUP;
             __m256i low16[MR][HALVES], high16[MR][HALVES];
 #pragma GCC unroll 8

@@ -259,10 +259,10 @@ inline void Model::gate_up(int phase, const Linear* m, const Rows& in, const Row
         const int g = task / row_tasks, first_row = task % row_tasks * row_step;
         const int last_row = first_row + row_step < count ? first_row + row_step : count;
         alignas(64) float gate[2][ROW_RUN * LANES], up[2][ROW_RUN * LANES], group[GROUP];
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2; half++)
             panel_product(m[0], 2 * g + half, in, first_row, last_row - first_row, gate[half]);
+        for (int half = 0; half < 2; half++)
             panel_product(m[1], 2 * g + half, in, first_row, last_row - first_row, up[half]);
-        }
         for (int row = first_row; row < last_row; row++) {
             const int at = (row - first_row) * LANES;
             for (int half = 0; half < 2; half++)
