@@ -52,10 +52,12 @@ def three_percent(key: RequestKey, index: int) -> str | None:
 
 
 GOOD = FakeScript(pace(STEP_S), weights=b"good")
-BAD = {
-    "time": FakeScript(pace(0.041), weights=b"good"),
-    "errors": FakeScript(pace(STEP_S), weights=b"good", row_error=three_percent),
-    "greedy output": FakeScript(pace(STEP_S), weights=b"wrong"),
+# What a bad version does, and what it must hold; the time of a step only where it is what is judged, for a machine with
+# other work keeps no target.
+BAD: dict[str, tuple[FakeScript, dict[str, float]]] = {
+    "time": (FakeScript(pace(0.041), weights=b"good"), {"tpot_ms": 30}),
+    "errors": (FakeScript(pace(STEP_S), weights=b"good", row_error=three_percent), {}),
+    "greedy output": (FakeScript(pace(STEP_S), weights=b"wrong"), {}),
 }
 
 
@@ -108,7 +110,7 @@ async def rollout_of(routes: RouteStore) -> Rollout:
 
 
 async def run_rollout(
-    redis: aioredis.Redis, redis_url: str, folder: Path, script: FakeScript, *, bake_s: float
+    redis: aioredis.Redis, redis_url: str, folder: Path, script: FakeScript, *, bake_s: float, **criteria: float
 ) -> tuple[Rollout, Load, RouteStore]:
     """Both versions under load until the rollout has ended and the window is over."""
     config = dataclasses.replace(echo_config(max_num_seqs=64), redis_url=redis_url)
@@ -118,8 +120,8 @@ async def run_rollout(
     model = scripted_echo(config, GOOD)
     try:
         async with running_services(redis_url, folder, worker_config=config, model=model) as services:
-            criteria = {"tpot_ms": 30, "min_requests": 10, "min_to_fail": 5}
-            routes = await begin_rollout(redis, shadow=SHARE, bake_s=bake_s, **criteria)
+            few = {"min_requests": 10.0, "min_to_fail": 5.0}
+            routes = await begin_rollout(redis, shadow=SHARE, bake_s=bake_s, **few, **criteria)
             parts = services.gateway.back.parts
             async with asyncio.timeout(20):
                 while not parts.routes.table.revision or not (OLD in parts.directory and NEW in parts.directory):
@@ -145,7 +147,8 @@ async def run_rollout(
 async def test_a_bad_version_is_out_within_a_minute_with_one_percent_touched(
     redis_client: aioredis.Redis, redis_server: RedisProcess, tmp_path: Path, figure: str
 ) -> None:
-    rollout, load, routes = await run_rollout(redis_client, redis_server.url, tmp_path, BAD[figure], bake_s=600)
+    script, held = BAD[figure]
+    rollout, load, routes = await run_rollout(redis_client, redis_server.url, tmp_path, script, bake_s=600, **held)
 
     touched = load.touched()
     lasted_s = touched[-1] - touched[0] if touched else 0.0
@@ -156,7 +159,7 @@ async def test_a_bad_version_is_out_within_a_minute_with_one_percent_touched(
     assert len(touched) <= 0.015 * len(load.answers)
     assert (await routes.history())[-1].who == WHO
     # A refusal names no version.
-    assert all(status == 200 for _, version, status in load.answers if version != "2")
+    assert {status for _, version, status in load.answers if version != "2"} == {200}
 
 
 async def test_a_good_version_is_promoted_and_both_versions_latency_is_kept(
