@@ -39,7 +39,11 @@ def status(
         request = pb.GetRolloutProgressRequest(alias=alias)
         return await pb_grpc.CanaryServiceStub(channel).GetRolloutProgress(request, metadata=metadata)
 
-    show(call_usage(usage_address, work).progress, chart)
+    answer = call_usage(usage_address, work)
+    show(answer.progress, chart)
+    for other in answer.other_releases:
+        served, shown = other.manifest_digest.hex()[:12], answer.release_digest.hex()[:12]
+        print(f"{other.worker_instance} serves {served}, not the release {shown} that was shown.")
 
 
 def show(progress: Progress, chart: Path | None = None) -> None:
@@ -56,16 +60,20 @@ def show(progress: Progress, chart: Path | None = None) -> None:
 
 
 def charts(progress: Progress) -> str:
-    """Time per output token above time to first token, in milliseconds, of both versions: an SVG document."""
+    """Time per output token above time to first token, in milliseconds, of both versions: an SVG document.
+
+    A version has one colour; its median is drawn through, its 95th percentile dashed.
+    """
     labels = [_clock(point) for point in progress.points]
     panels = []
     for title, measure in (("Time per output token, ms", "tpot"), ("Time to first token, ms", "ttft")):
         lines = []
-        for name, side in ((_name(progress.baseline), _baseline), (_name(progress.candidate), _candidate)):
-            for word, rank in (("median", "median"), ("95 %", "high")):
+        sides = ((_name(progress.baseline), _baseline), (_name(progress.candidate), _candidate))
+        for colour, (name, side) in enumerate(sides):
+            for word, rank in (("median", "median"), ("95th percentile", "high")):
                 values = [_milliseconds(side(point), f"{measure}_{rank}_seconds") for point in progress.points]
-                lines.append(LineSeries(f"{name} {word}", tuple(values)))
-        panels.append((f"{progress.alias}: {title}", lines))
+                lines.append(LineSeries(f"{name} {word}", tuple(values), colour, dashed=rank == "high"))
+        panels.append((f"{progress.alias}: {title} (clock in UTC)", lines))
     return line_charts(labels, panels)
 
 
@@ -77,7 +85,7 @@ def _figures(old: str, new: str, progress: Progress) -> Table:
 
 
 def _spans(old: str, new: str, points: Sequence[Point]) -> Table:
-    table = Table("from", title="Median and 95th percentile, ms", title_justify="left")
+    table = Table("from, UTC", title="Median and 95th percentile, ms", title_justify="left")
     for name in (old, new):
         for column in ("requests", "failed", "first token", "per token"):
             table.add_column(f"{name}\n{column}", justify="right")

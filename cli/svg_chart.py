@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 900, 380
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 70, 50
 # Of Okabe and Ito: told apart by colour-blind eyes.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-MAX_LABELS = 16
+MAX_LABELS = 12
 STYLE = """text{font:12px system-ui,sans-serif;fill:#333}.title{font-size:16px;font-weight:600}
 .grid{stroke:#8884}@media(prefers-color-scheme:dark){text{fill:#ddd}.ground{fill:#16181c}}"""
 
@@ -26,10 +26,18 @@ class Series:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LineSeries:
-    """One name and a value (>= 0) for each label; None leaves a gap."""
+    """One name and a value (>= 0) for each label; None leaves a gap. Lines of one thing share a colour."""
 
     name: str
     values: tuple[float | None, ...]
+    colour: int
+    dashed: bool = False
+
+    @property
+    def stroke(self) -> str:
+        """How its line is drawn."""
+        dashes = ' stroke-dasharray="4 3"' if self.dashed else ""
+        return f'fill="none" stroke="{COLOURS[self.colour % len(COLOURS)]}" stroke-width="1.5"{dashes}'
 
 
 def line_charts(labels: Sequence[str], panels: Sequence[tuple[str, Sequence[LineSeries]]]) -> str:
@@ -88,9 +96,13 @@ def nice_ceiling(value: int) -> int:
 def _legend(series: Sequence[Series | LineSeries]) -> list[str]:
     parts, x = [], LEFT
     for index, each in enumerate(series):
-        parts.append(f'<rect x="{x}" y="42" width="11" height="11" rx="2" fill="{COLOURS[index % len(COLOURS)]}"/>')
-        parts.append(f'<text x="{x + 16}" y="52">{escape(each.name)}</text>')
-        x += 36 + 7 * len(each.name)
+        if isinstance(each, LineSeries):
+            parts.append(f'<line x1="{x}" x2="{x + 22}" y1="48" y2="48" {each.stroke}/>')
+        else:
+            colour = COLOURS[index % len(COLOURS)]
+            parts.append(f'<rect x="{x + 11}" y="42" width="11" height="11" rx="2" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 27}" y="52">{escape(each.name)}</text>')
+        x += 47 + 7 * len(each.name)
     return parts
 
 
@@ -123,8 +135,8 @@ def _bars(labels: Sequence[str], series: Sequence[Series], top: int) -> list[str
 def _lines(labels: Sequence[str], series: Sequence[LineSeries], top: int) -> list[str]:
     parts = []
     slot = (WIDTH - LEFT - RIGHT) / max(1, len(labels))
-    for index, each in enumerate(series):
-        colour = COLOURS[index % len(COLOURS)]
+    for each in series:
+        colour = COLOURS[each.colour % len(COLOURS)]
         path, pen = [], "M"
         for place, value in enumerate(each.values):
             if value is None:
@@ -135,7 +147,7 @@ def _lines(labels: Sequence[str], series: Sequence[LineSeries], top: int) -> lis
             pen = "L"
             told = f"{escape(each.name)}, {escape(labels[place])}: {value:,.1f}"
             parts.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"><title>{told}</title></circle>')
-        parts.append(f'<path d="{" ".join(path)}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<path d="{" ".join(path)}" {each.stroke}/>')
     return parts
 
 

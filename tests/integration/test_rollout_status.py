@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import xml.etree.ElementTree as ET
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,9 +9,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio as aioredis
 from click.testing import Result
-from typer.testing import CliRunner
 
-from cli.main import app as millrace
 from cli.svg_chart import LineSeries, line_charts
 from services.common.routes import RouteTable
 from services.usage import rollout as steps
@@ -22,6 +19,7 @@ from services.usage.config import UsageConfig
 from services.usage.wiring import UsageApp, build
 from tests.helpers.canaries import Version
 from tests.helpers.redis import RedisProcess
+from tests.helpers.rollout_command import rollout
 from tests.helpers.rollouts import NEW, OLD, Fleet
 
 TOKEN = "root-token-for-tests"
@@ -45,10 +43,7 @@ async def app(tmp_path: Path, redis_server: RedisProcess) -> AsyncIterator[Usage
 
 
 async def run(app: UsageApp, *arguments: str, token: str = TOKEN) -> Result:
-    """One command, in a thread of its own: it runs its own loop."""
-    argv = ["rollout", "status", *arguments, "--usage-address", app.address]
-    env = {"MILLRACE_ADMIN_TOKEN": token, "COLUMNS": "160"}
-    return await asyncio.to_thread(CliRunner().invoke, millrace, argv, env=env)
+    return await rollout(app, token, "status", *arguments)
 
 
 async def keep_a_rollout(redis: aioredis.Redis) -> None:
@@ -92,7 +87,7 @@ async def test_a_rollout_that_nobody_judged_and_a_caller_without_the_right_get_o
 
 
 def test_a_line_has_gaps_where_there_is_nothing_and_names_are_escaped() -> None:
-    drawn = ET.fromstring(line_charts(["a", "b", "c"], [("<p>", [LineSeries("<&>", (1.0, None, 2.5))])]))
+    drawn = ET.fromstring(line_charts(["a", "b", "c"], [("<p>", [LineSeries("<&>", (1.0, None, 2.5), 0)])]))
 
     [path] = drawn.iter(f"{SVG}path")
     assert path.attrib["d"].count("M") == 2
@@ -100,4 +95,4 @@ def test_a_line_has_gaps_where_there_is_nothing_and_names_are_escaped() -> None:
 
 
 def test_a_chart_of_nothing_is_a_chart() -> None:
-    assert len(list(ET.fromstring(line_charts([], [("empty", [LineSeries("a", ())])])).iter(f"{SVG}path"))) == 1
+    assert len(list(ET.fromstring(line_charts([], [("empty", [LineSeries("a", (), 0)])])).iter(f"{SVG}path"))) == 1
