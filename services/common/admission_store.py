@@ -296,7 +296,9 @@ class AdmissionStore:
     async def list_workers(self) -> list[WorkerRecord]:
         """Workers whose lease is alive."""
         values = (await self._run("members", _WORKERS, "list"))[1::2]
-        fields = [json.loads(value) for value in values]
+        # A worker of a later version may say more than is known here.
+        known = WorkerRecord.__dataclass_fields__.keys()
+        fields = [{k: v for k, v in json.loads(value).items() if k in known} for value in values]
         return [WorkerRecord(**{**f, "pool": Pool.from_tag(f["pool"])}) for f in fields]
 
     async def list_pools(self) -> list[Pool]:

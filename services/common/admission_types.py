@@ -250,7 +250,7 @@ class Unsettled:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """A worker's entry in the registry, alive while its lease is."""
+    """A worker's entry in the registry, alive while its lease is. `digest` is its manifest's, in hex."""
 
     instance: str
     address: str
@@ -258,6 +258,7 @@ class WorkerRecord:
     version: str
     pool: Pool
     role: str
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ Pure; trusts nothing but the keys it was given. Called where a rollout is starte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from services.common.admission_types import WorkerRecord
 from services.common.errors import InvalidRequest
 from services.common.release import ReleaseError, parse_keys, parse_release
-from services.common.routes import RouteTable, Target
+from services.common.routes import Rollout, RouteTable, Target
 
 FORCED = "forced without an evaluated release: "
 
@@ -38,24 +39,38 @@ def reason(ask: Ask, why: str) -> str:
     return FORCED + why
 
 
+def serve_another(rollout: Rollout, workers: Sequence[WorkerRecord]) -> list[WorkerRecord]:
+    """Workers of the candidate that say they serve something else than the release that was shown."""
+    candidate, shown = rollout.candidate, rollout.release_digest.hex()
+    return [w for w in workers if Target(w.model, w.version) == candidate and shown and w.digest and w.digest != shown]
+
+
 class ReleaseGate:
     """Holds the public keys that releases may be signed with."""
 
     def __init__(self, keys: Collection[bytes]) -> None:
         self._keys = keys
 
-    def passed(self, table: RouteTable, alias: str, ask: Ask) -> RouteTable:
+    def passed(self, table: RouteTable, alias: str, ask: Ask, workers: Sequence[WorkerRecord]) -> RouteTable:
         """The table with the release noted in the rollout of `alias`. Raises InvalidRequest for a rollout that has
-        shown no release and is not forced, and for a file that is no release of its candidate, forced or not."""
+        shown no release and is not forced, for one whose release is not what `workers` serve, unless forced, and for
+        a file that is no release of its candidate, forced or not."""
         route = table.routes[alias]
         rollout = route.rollout
         if rollout is None:
             raise InvalidRequest(f"There is no rollout of `{alias}`.", param="alias")
         if ask.release:
             digest = self._digest(ask, rollout.candidate) or rollout.release_digest
-            route = dataclasses.replace(route, rollout=dataclasses.replace(rollout, release_digest=digest))
+            rollout = dataclasses.replace(rollout, release_digest=digest)
+            route = dataclasses.replace(route, rollout=rollout)
         elif not rollout.release_digest and not ask.force:
             text = f"No release of {rollout.candidate} was shown: give one that was evaluated, or force it."
+            raise InvalidRequest(text, param="release")
+        if not ask.force and (others := serve_another(rollout, workers)):
+            text = (
+                f"{others[0].instance} serves {rollout.candidate} as {others[0].digest[:12]}, not as the release "
+                f"{rollout.release_digest.hex()[:12]} that was shown: start it with that release, or force it."
+            )
             raise InvalidRequest(text, param="release")
         return dataclasses.replace(table, routes={**table.routes, alias: route})
 

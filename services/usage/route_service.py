@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 from millrace.usage.v1 import route_service_pb2 as pb
 from millrace.usage.v1 import route_service_pb2_grpc
 
+from services.common.admission_types import WorkerRecord
 from services.common.clock import Clock
 from services.common.errors import InvalidRequest, NotFound, RevisionConflict
 from services.common.route_wire import MAX_REASON_CHARS, from_message, target_of, to_message
@@ -31,8 +33,17 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 class RouteService(route_service_pb2_grpc.RouteServiceServicer):
     """Administrators only."""
 
-    def __init__(self, log: RouteLog, admins: AdminKeys, gate: ReleaseGate, clock: Clock) -> None:
+    def __init__(
+        self,
+        log: RouteLog,
+        admins: AdminKeys,
+        gate: ReleaseGate,
+        clock: Clock,
+        workers: Callable[[], Awaitable[Sequence[WorkerRecord]]],
+    ) -> None:
+        """`workers` lists those that live."""
         self._log = log
+        self._workers = workers
         self._admins = admins
         self._gate = gate
         self._clock = clock
@@ -88,7 +99,7 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
         """Raises InvalidRequest for a rollout under way, a withdrawn baseline, steps that do not rise to 100,
         criteria that there are not, and what the gate refuses."""
         who = await self._actor(context)
-        ask = Ask(request.release, request.force)
+        ask, workers = Ask(request.release, request.force), await self._workers()
         plan = rollout.Plan(
             target_of(request.candidate, request.alias),
             target_of(request.baseline, request.alias) if request.baseline else None,
@@ -100,7 +111,7 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
 
         def change(table: RouteTable) -> RouteTable:
             started = rollout.start(table, request.alias, plan, now=self._clock.wall())
-            return self._gate.passed(started, request.alias, ask)
+            return self._gate.passed(started, request.alias, ask, workers)
 
         why = reason(ask, request.why) or f"rollout of {plan.candidate}"
         return await self._changed(pb.StartRolloutResponse, change, who, why)
@@ -110,13 +121,12 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
     ) -> pb.PromoteRolloutResponse:
         """Raises NotFound, InvalidRequest."""
         who = await self._actor(context)
-        ask = Ask(request.release, request.force)
+        ask, workers = Ask(request.release, request.force), await self._workers()
 
         def change(table: RouteTable) -> RouteTable:
             now, percent = self._clock.wall(), request.percent or None
-            return self._gate.passed(
-                rollout.promote(table, request.alias, now=now, percent=percent), request.alias, ask
-            )
+            promoted = rollout.promote(table, request.alias, now=now, percent=percent)
+            return self._gate.passed(promoted, request.alias, ask, workers)
 
         return await self._changed(pb.PromoteRolloutResponse, change, who, reason(ask, request.why) or "promoted")
 

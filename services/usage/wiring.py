@@ -75,9 +75,8 @@ class UsageApp:
         self.admins = AdminKeys(store, clock, config.admin_token)
         self.account_service = AccountService(self.accounts, self.admins, store)
         self.route_log = RouteLog(store, RouteStore(self._redis), clock)
-        self.route_service = RouteService(
-            self.route_log, self.admins, ReleaseGate(parse_keys(config.release_keys)), clock
-        )
+        gate, self._workers = ReleaseGate(parse_keys(config.release_keys)), AdmissionStore(self._redis).list_workers
+        self.route_service = RouteService(self.route_log, self.admins, gate, clock, self._workers)
         self._http: HttpServer | None = None
         self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self.rater = Rater(store, clock)
@@ -170,7 +169,7 @@ class UsageApp:
         usage_service_pb2_grpc.add_PriceServiceServicer_to_server(prices, server)
         usage_service_pb2_grpc.add_AccountServiceServicer_to_server(self.account_service, server)
         route_service_pb2_grpc.add_RouteServiceServicer_to_server(self.route_service, server)
-        canaries = CanaryService(ProgressStore(self._redis), self.admins)
+        canaries = CanaryService(ProgressStore(self._redis), self.admins, RouteStore(self._redis), self._workers)
         canary_service_pb2_grpc.add_CanaryServiceServicer_to_server(canaries, server)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:

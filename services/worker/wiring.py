@@ -134,7 +134,13 @@ class WorkerApp:
         identity = self.parts.identity
         model = identity.model
         return WorkerRecord(
-            identity.instance, self.address, model.model, model.version, identity.pool, role=identity.role.value
+            identity.instance,
+            self.address,
+            model.model,
+            model.version,
+            identity.pool,
+            role=identity.role.value,
+            digest=model.manifest_digest.hex(),
         )
 
     async def start(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 from collections.abc import AsyncIterator
@@ -13,18 +12,17 @@ import pytest
 import redis.asyncio as aioredis
 from click.testing import Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from typer.testing import CliRunner
 
-from cli.main import app as millrace
-from services.common.release import ContractResult, Evaluation, Manifest, Pins
+from services.common.release import Manifest
 from services.common.route_store import RouteStore
 from services.common.routes import RouteTable
 from services.usage.config import UsageConfig
 from services.usage.seals import Signer
 from services.usage.wiring import UsageApp, build
+from tests.helpers import rollout_command
 from tests.helpers.fake_worker import until
 from tests.helpers.redis import RedisProcess
-from tests.helpers.releases import signed
+from tests.helpers.releases import evaluated, signed
 
 ROOT = "root-token-for-tests"
 SIGNER = Signer(Ed25519PrivateKey.generate())
@@ -155,9 +153,9 @@ async def test_what_was_changed_without_this_service_is_recorded_and_a_lost_tabl
 async def test_a_version_goes_out_by_its_evaluated_release_or_by_force_with_a_reason(
     app: UsageApp, client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    evaluated = _release(tmp_path / "good.json", EVALUATED)
+    good = _release(tmp_path / "good.json", EVALUATED)
     bare = _release(tmp_path / "bare.json", dataclasses.replace(EVALUATED, evaluation=None))
-    other = _release(tmp_path / "other.json", _manifest("3"))
+    other = _release(tmp_path / "other.json", evaluated("3"))
     stranger = _release(tmp_path / "stranger.json", EVALUATED, Signer(Ed25519PrivateKey.generate()))
     start = ("start", "m", "--to", "2", "--from", "1")
 
@@ -172,7 +170,7 @@ async def test_a_version_goes_out_by_its_evaluated_release_or_by_force_with_a_re
     untouched = (await client.get("/routes/history")).json()
     forced = await rollout(app, *start, "--release", bare, "--force", "--why", "in a hurry")
     alone = await rollout(app, "promote", "m")
-    shown = await rollout(app, "promote", "m", "--release", evaluated)
+    shown = await rollout(app, "promote", "m", "--release", good)
     after = await rollout(app, "promote", "m")
 
     words = ("No release of m@2 was shown", "force needs a reason", "it has no evaluation", "of m@3, not of m@2")
@@ -189,12 +187,7 @@ async def test_a_version_goes_out_by_its_evaluated_release_or_by_force_with_a_re
     assert digests == [base64.b64encode(EVALUATED.digest).decode()] * 2 + [""]
 
 
-def _manifest(version: str) -> Manifest:
-    pins = Pins("m", version, *["-"] * 8, max_model_len=1, max_num_seqs=1, sampling_defaults={})
-    return Manifest(pins, Evaluation(f"m@{version}", 20.0, 1000, 40.0, {}), ContractResult(9, 0, 0))
-
-
-EVALUATED = _manifest("2")
+EVALUATED = evaluated("2")
 
 
 def _release(file: Path, manifest: Manifest, signer: Signer = SIGNER) -> Path:
@@ -203,7 +196,4 @@ def _release(file: Path, manifest: Manifest, signer: Signer = SIGNER) -> Path:
 
 
 async def rollout(app: UsageApp, *arguments: object) -> Result:
-    """One command, in a thread of its own: it runs its own loop."""
-    argv = ["rollout", *map(str, arguments), "--usage-address", app.address]
-    env = {"MILLRACE_ADMIN_TOKEN": ROOT, "COLUMNS": "160"}
-    return await asyncio.to_thread(CliRunner().invoke, millrace, argv, env=env)
+    return await rollout_command.rollout(app, ROOT, *arguments)

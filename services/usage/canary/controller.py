@@ -30,6 +30,7 @@ from services.common.streams import UsageStream
 from services.usage import rollout as steps
 from services.usage.canary.judge import Call, Verdict
 from services.usage.canary.trial import Trial, is_watched
+from services.usage.release_gate import serve_another
 
 WHO = "canary controller"
 LOOK_S = 0.5
@@ -169,6 +170,9 @@ class CanaryController:
         verdict = trial.verdict()
         change = self._change(trial, verdict, now)
         if change is None:
+            return table
+        if verdict.call is Call.PASS and serve_another(trial.rollout, await self._admission.list_workers()):
+            # What was judged is not what was released; `rollout status` names the workers.
             return table
         try:
             changed = await self._routes.replace(change(table), who=WHO, why=verdict.why)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from millrace.usage.v1 import rollout_progress_pb2 as millrace_dot_usage_dot_v1_dot_rollout__progress__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&millrace/usage/v1/canary_service.proto\x12\x11millrace.usage.v1\x1a(millrace/usage/v1/rollout_progress.proto\"*\n\x19GetRolloutProgressRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\"R\n\x1aGetRolloutProgressResponse\x12\x34\n\x08progress\x18\x01 \x01(\x0b\x32\".millrace.usage.v1.RolloutProgress2\x82\x01\n\rCanaryService\x12q\n\x12GetRolloutProgress\x12,.millrace.usage.v1.GetRolloutProgressRequest\x1a-.millrace.usage.v1.GetRolloutProgressResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&millrace/usage/v1/canary_service.proto\x12\x11millrace.usage.v1\x1a(millrace/usage/v1/rollout_progress.proto\"*\n\x19GetRolloutProgressRequest\x12\r\n\x05\x61lias\x18\x01 \x01(\t\"\xa4\x01\n\x1aGetRolloutProgressResponse\x12\x34\n\x08progress\x18\x01 \x01(\x0b\x32\".millrace.usage.v1.RolloutProgress\x12\x16\n\x0erelease_digest\x18\x02 \x01(\x0c\x12\x38\n\x0eother_releases\x18\x03 \x03(\x0b\x32 .millrace.usage.v1.ServedRelease\"A\n\rServedRelease\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x02 \x01(\x0c\x32\x82\x01\n\rCanaryService\x12q\n\x12GetRolloutProgress\x12,.millrace.usage.v1.GetRolloutProgressRequest\x1a-.millrace.usage.v1.GetRolloutProgressResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETROLLOUTPROGRESSREQUEST']._serialized_start=103
   _globals['_GETROLLOUTPROGRESSREQUEST']._serialized_end=145
-  _globals['_GETROLLOUTPROGRESSRESPONSE']._serialized_start=147
-  _globals['_GETROLLOUTPROGRESSRESPONSE']._serialized_end=229
-  _globals['_CANARYSERVICE']._serialized_start=232
-  _globals['_CANARYSERVICE']._serialized_end=362
+  _globals['_GETROLLOUTPROGRESSRESPONSE']._serialized_start=148
+  _globals['_GETROLLOUTPROGRESSRESPONSE']._serialized_end=312
+  _globals['_SERVEDRELEASE']._serialized_start=314
+  _globals['_SERVEDRELEASE']._serialized_end=379
+  _globals['_CANARYSERVICE']._serialized_start=382
+  _globals['_CANARYSERVICE']._serialized_end=512
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,10 @@
 isort:skip_file
 What the canary controller knows of rollouts. Commands that change routes are elsewhere."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from millrace.usage.v1 import rollout_progress_pb2 as _rollout_progress_pb2
 import builtins as _builtins
 import sys
@@ -41,17 +43,49 @@ class GetRolloutProgressResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRESS_FIELD_NUMBER: _builtins.int
+    RELEASE_DIGEST_FIELD_NUMBER: _builtins.int
+    OTHER_RELEASES_FIELD_NUMBER: _builtins.int
+    release_digest: _builtins.bytes
+    """Digest of the candidate's release, where one was shown."""
     @_builtins.property
     def progress(self) -> _rollout_progress_pb2.RolloutProgress: ...
+    @_builtins.property
+    def other_releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedRelease]:
+        """Live workers of the candidate that serve something else."""
+
     def __init__(
         self,
         *,
         progress: _rollout_progress_pb2.RolloutProgress | None = ...,
+        release_digest: _builtins.bytes = ...,
+        other_releases: _abc.Iterable[Global___ServedRelease] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["other_releases", b"other_releases", "progress", b"progress", "release_digest", b"release_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRolloutProgressResponse: _TypeAlias = GetRolloutProgressResponse  # noqa: Y015
+
+@_typing.final
+class ServedRelease(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
+    worker_instance: _builtins.str
+    manifest_digest: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        worker_instance: _builtins.str = ...,
+        manifest_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest_digest", b"manifest_digest", "worker_instance", b"worker_instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedRelease: _TypeAlias = ServedRelease  # noqa: Y015

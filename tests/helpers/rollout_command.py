@@ -1,0 +1,18 @@
+"""`millrace rollout` against a usage service in this process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from cli.main import app as millrace
+from services.usage.wiring import UsageApp
+
+
+async def rollout(app: UsageApp, token: str, *arguments: object) -> Result:
+    """One command, in a thread of its own: it runs its own loop."""
+    argv = ["rollout", *map(str, arguments), "--usage-address", app.address]
+    env = {"MILLRACE_ADMIN_TOKEN": token, "COLUMNS": "160"}
+    return await asyncio.to_thread(CliRunner().invoke, millrace, argv, env=env)
