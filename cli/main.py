@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import typer
 
-from cli import admin_key, audit, bench, chat, down, evaluate, key, price, release, rollout, status, tenant, up, usage
+from cli import (
+    admin_key,
+    audit,
+    bench,
+    chat,
+    down,
+    evaluate,
+    key,
+    price,
+    release,
+    rollout,
+    status,
+    tenant,
+    up,
+    upgrade,
+    usage,
+)
 
 app = typer.Typer(
     name="millrace",
@@ -15,6 +31,7 @@ app = typer.Typer(
 app.command()(up.up)
 app.command()(down.down)
 app.command()(status.status)
+app.command()(upgrade.upgrade)
 app.command()(chat.chat)
 app.command(name="eval")(evaluate.evaluate)
 app.command()(bench.bench)

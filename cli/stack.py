@@ -11,13 +11,15 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cli.dev_ca import issue_all
 from cli.redis_acl import RULES, acl_file
 from cli.supervisor import ChildSpec
 from services.common.config import PREFIX, SHARED_NAMES, env_name
+from services.common.http_server import listen
+from services.common.lifecycle import StartupError
 from services.gateway.config import GatewayConfig
 from services.router.config import RouterConfig
 from services.usage.config import UsageConfig
@@ -25,8 +27,22 @@ from services.worker.config import WorkerConfig, WorkerRole
 
 # Longest path of a unix socket is 107 bytes; names below the folder take up to 24.
 _MAX_SOCKET_DIR = 80
+_GRACE_S = 30.0
 CLI_NAMES = frozenset({"MILLRACE_USAGE_ADDRESS", "MILLRACE_ROUTER_ADDRESS", "MILLRACE_URL", "MILLRACE_API_KEY"})
 _CONFIGS = {"gateway": GatewayConfig, "router": RouterConfig, "usage": UsageConfig, "worker": WorkerConfig}
+# Settings that tell the parts of the stack where the others are, and who they are.
+_LAID_OUT = frozenset(
+    (
+        "redis_url",
+        "http_listen",
+        "grpc_listen",
+        "admin_http_listen",
+        "advertise",
+        "usage_address",
+        "data_dir",
+        "tls_dir",
+    )
+) | {"database_url", "bootstrap_key", "admin_token", "cache_secret"}
 
 
 class StackError(Exception):
@@ -49,13 +65,14 @@ class StackOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StackLayout:
-    """Processes in start order, and where to find them."""
+    """Processes in start order, and where to find them; `control` is where the stack is told to upgrade."""
 
     specs: tuple[ChildSpec, ...]
     url: str
     grpc_address: str
     usage_address: str
     router_address: str
+    control: str
     demo_key: str
 
 
@@ -84,6 +101,26 @@ def check_port_free(host: str, port: int) -> None:
             ) from error
 
 
+def open_door(host: str, port: int) -> socket.socket:
+    """The socket that clients connect to: it outlives gateways, so that nobody is refused while one takes over.
+
+    Raises StackError.
+    """
+    try:
+        return listen(f"{host}:{port}")
+    except StartupError as error:
+        raise StackError(f"{error} Choose another with --port.") from error
+
+
+def _grace_s(env: Mapping[str, str]) -> float:
+    """How long a service has to end: what it gives its streams, and a little."""
+    try:
+        return float(env.get(env_name("drain_grace_s"), _GRACE_S)) + 5
+    except ValueError:
+        # The service will say so.
+        return _GRACE_S
+
+
 def check_environment(environ: Mapping[str, str]) -> None:
     """Raise StackError for MILLRACE_* variables that no part of the stack knows."""
     known = {env_name(f.name) for config in _CONFIGS.values() for f in dataclasses.fields(config)}
@@ -91,6 +128,24 @@ def check_environment(environ: Mapping[str, str]) -> None:
     for name in sorted(n for n in environ if n.startswith(PREFIX) and n not in known):
         near = difflib.get_close_matches(name, known, n=1)
         raise StackError(f"{name} is not a setting of any service." + (f" Did you mean {near[0]}?" if near else ""))
+
+
+def service_settings(services: Sequence[str], texts: Sequence[str]) -> dict[str, Mapping[str, str]]:
+    """`name=value` texts as the variables of each of these services that know them. Raises StackError."""
+    found: dict[str, dict[str, str]] = {service: {} for service in services}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        field = name.lower().removeprefix(PREFIX.lower())
+        if not separator:
+            raise StackError(f"`{text}` is not NAME=VALUE.")
+        if field in _LAID_OUT:
+            raise StackError(f"The stack itself chooses {field}.")
+        knowing = [service for service in services if field in {f.name for f in dataclasses.fields(_CONFIGS[service])}]
+        if not knowing:
+            raise StackError(f"{field} is not a setting of {', '.join(services)}.")
+        for service in knowing:
+            found[service][env_name(field)] = value
+    return dict(found)
 
 
 def _environment(service: str, settings: dict[str, str]) -> dict[str, str]:
@@ -125,9 +180,8 @@ def admin_token(home: Path) -> str:
     return _secret(home, "admin_token", "mra_local_")
 
 
-def _engine(role: WorkerRole) -> str:
-    """The engine's knobs as the environment has them, and the role. Raises StackError."""
-    knobs = os.environ.get(env_name("engine"), "")
+def engine_knobs(knobs: str, role: WorkerRole) -> str:
+    """The engine's knobs, and the role. Raises StackError."""
     if role is WorkerRole.AGGREGATED:
         return knobs
     if "role=" in knobs.replace(" ", ""):
@@ -148,8 +202,11 @@ def _redis(home: Path, run: Path, acl: str) -> ChildSpec:
     return ChildSpec("redis", argv, {"PATH": os.environ.get("PATH", "")}, grace_s=10)
 
 
-def lay_out(options: StackOptions) -> StackLayout:
-    """Folders, keys, addresses and process specs of one local stack. Raises StackError."""
+def lay_out(options: StackOptions, door: int) -> StackLayout:
+    """Folders, keys, addresses and process specs of one local stack. Raises StackError.
+
+    `door` is the file of the socket that clients connect to.
+    """
     check_environment(os.environ)
     options.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     run = _socket_dir(options.home)
@@ -164,6 +221,8 @@ def lay_out(options: StackOptions) -> StackLayout:
         label = f"{name}-{instance}" if instance else name
         data = options.home / label
         data.mkdir(mode=0o700, exist_ok=True)
+        # A gateway's gRPC address is a door for clients.
+        own = "advertise" if name == "gateway" else "grpc_listen"
         fields = {f.name for f in dataclasses.fields(_CONFIGS[name])}
         shared = {"redis_url": f"unix://{socket_url}", "log_level": options.log_level}
         if options.tls:
@@ -171,22 +230,26 @@ def lay_out(options: StackOptions) -> StackLayout:
             shared["redis_url"] = f"unix://{name}:{passwords[name]}@{socket_url}"
             shared["tls_dir"] = str(folders[name])
         shared |= {"data_dir": str(data)} if "data_dir" in fields else {}
-        listen = {"grpc_listen": f"unix:{run / label}.sock"}
-        return ChildSpec(
-            label, [sys.executable, "-m", f"services.{name}"], _environment(name, shared | listen | settings)
-        )
+        env = _environment(name, shared | settings)
+        grace_s = _grace_s(env)
+        argv, fds = [sys.executable, "-m", f"services.{name}"], (door,) if name == "gateway" else ()
+        return ChildSpec(label, argv, env, grace_s, socket=f"{run / label}", address_name=env_name(own), fds=fds)
 
-    usage, doors = f"unix:{run / 'usage'}.sock", {"http_listen": http, "grpc_listen": grpc}
+    usage, doors = f"unix:{run / 'usage'}.sock", {"http_listen": f"fd:{door}", "grpc_listen": f"shared:{grpc}"}
     database = f"sqlite:///{options.home / 'usage' / 'ledger.sqlite3'}"
     quiet = {"metrics_listen": "127.0.0.1:0"}
     accounts = {"database_url": database, "bootstrap_key": key, "admin_token": admin_token(options.home)}
     specs = [_redis(options.home, run, acl_file(passwords) if options.tls else ""), service("usage", quiet | accounts)]
     for role, count in options.workers.items():
         kind = "" if role is WorkerRole.AGGREGATED else f"{role.value}-"
-        settings = quiet | {"model": options.model, "engine": _engine(role)}
+        settings = quiet | {
+            "model": options.model,
+            "engine": engine_knobs(os.environ.get(env_name("engine"), ""), role),
+        }
         specs += [service("worker", settings, f"{kind}{number}") for number in range(1, count + 1)]
     specs += [
         service("router", quiet),
         service("gateway", doors | {"usage_address": usage, "cache_secret": cache_secret}),
     ]
-    return StackLayout(tuple(specs), f"http://{http}", grpc, usage, f"unix:{run / 'router'}.sock", key)
+    router, control = f"unix:{run / 'router'}.sock", f"{run / 'control'}.sock"
+    return StackLayout(tuple(specs), f"http://{http}", grpc, usage, router, control, key)

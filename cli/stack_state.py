@@ -23,6 +23,8 @@ class StackState:
     processes: dict[str, int]
     # Folder of the operator's certificate, empty without TLS between services.
     tls_dir: str = ""
+    # Path of the socket at which the stack is told to upgrade.
+    control: str = ""
 
 
 def home_dir() -> Path:

@@ -23,12 +23,23 @@ class ChildFailedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process: `name` for people, `grace_s` seconds between SIGTERM and SIGKILL."""
+    """One process: `name` for people, `grace_s` seconds between SIGTERM and SIGKILL, open files `fds` that it is given.
+
+    `socket` is where its own address lies, `<socket>.<generation>.sock`; the variable `address_name` tells it.
+    """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
     grace_s: float = 35.0
+    socket: str = ""
+    address_name: str = ""
+    fds: Sequence[int] = ()
+
+    @property
+    def service(self) -> str:
+        """`worker` of `worker-1`."""
+        return self.name.partition("-")[0]
 
 
 def _die_with_parent() -> None:
@@ -36,40 +47,67 @@ def _die_with_parent() -> None:
 
 
 class Child:
-    """One supervised process; its output goes to `<log_dir>/<name>.log`."""
+    """One supervised process; its output goes to `<log_dir>/<name>.log`. Its successor is of the next generation."""
 
-    def __init__(self, spec: ChildSpec, log_dir: Path) -> None:
+    def __init__(self, spec: ChildSpec, log_dir: Path, generation: int = 1) -> None:
         self.spec = spec
-        self.log_path = log_dir / f"{spec.name}.log"
+        self.generation = generation
         self.restarts = 0
+        self._log_path = log_dir / f"{spec.name}.log"
+        self._log_start = 0
         self._started_at = 0.0
+        self._told_to_end = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
         return 0 if self._process is None else self._process.pid
 
+    @property
+    def address(self) -> str:
+        """Where this very process answers over gRPC; empty for one that does not."""
+        return f"unix:{self.spec.socket}.{self.generation}.sock" if self.spec.socket else ""
+
+    def successor(self, settings: Mapping[str, str]) -> Child:
+        """Who shall take its place, not started yet; `settings` go over those in its environment."""
+        spec = dataclasses.replace(self.spec, env={**self.spec.env, **settings})
+        return Child(spec, self._log_path.parent, self.generation + 1)
+
+    def publish(self) -> None:
+        """Let the name that clients know, `<socket>.sock`, lead to this process."""
+        if self.spec.socket:
+            known, made = Path(f"{self.spec.socket}.sock"), Path(f"{self.spec.socket}.next")
+            made.unlink(missing_ok=True)
+            made.symlink_to(Path(self.address).name)
+            made.replace(known)
+
     def start(self) -> None:
         """Start the process in a session of its own, so that a terminal's Ctrl-C reaches the supervisor only."""
-        with self.log_path.open("ab") as log:
+        own = {self.spec.address_name: self.address} if self.address else {}
+        with self._log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 list(self.spec.argv),
-                env=dict(self.spec.env),
+                env={**self.spec.env, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                pass_fds=self.spec.fds,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - one prctl call, no Python state touched
             )
         self._started_at = time.monotonic()
+        self._told_to_end = False
 
     def exit_code(self) -> int | None:
         """None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def last_error(self) -> str:
-        """The last `error: …` line of its log, else its last line."""
-        lines = self.log_path.read_text(errors="replace").splitlines() if self.log_path.exists() else []
+        """The last `error: …` line of its log since it started, else its last line."""
+        with self._log_path.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["no output"])[-1]
 
@@ -78,11 +116,13 @@ class Child:
         return time.monotonic() - self._started_at
 
     async def stop(self) -> None:
-        """SIGTERM, wait for the grace, then SIGKILL."""
+        """SIGTERM, wait for the grace, then SIGKILL. A second call waits too: told twice, a service ends at once."""
         process = self._process
         if process is None or process.poll() is not None:
             return
-        process.send_signal(signal.SIGTERM)
+        if not self._told_to_end:
+            self._told_to_end = True
+            process.send_signal(signal.SIGTERM)
         try:
             await asyncio.to_thread(process.wait, self.spec.grace_s)
         except subprocess.TimeoutExpired:
@@ -91,16 +131,26 @@ class Child:
 
 
 class Supervisor:
-    """All children of one stack, in start order."""
+    """All children of one stack, in start order. `passing` are those that come up to take a child's place, and those
+    that leave theirs: nobody starts them again."""
 
     def __init__(self, specs: Sequence[ChildSpec], log_dir: Path, notify: Callable[[str], None]) -> None:
         self.children = [Child(spec, log_dir) for spec in specs]
+        self.passing: set[Child] = set()
         self._notify = notify
 
     def start(self) -> None:
         """Start every child."""
         for child in self.children:
+            child.publish()
             child.start()
+
+    def replace(self, old: Child, new: Child) -> None:
+        """From now on `new`, which came up beside it, stands in its place; `old` is to be stopped."""
+        new.publish()
+        self.children[self.children.index(old)] = new
+        self.passing.remove(new)
+        self.passing.add(old)
 
     def processes(self) -> dict[str, int]:
         """Process ids by name."""
@@ -140,11 +190,11 @@ class Supervisor:
     async def stop(self, order: Sequence[Sequence[str]]) -> None:
         """Stop groups of children one after the other, each group at once; a prefix names its instances."""
         for group in order:
-            members = [c for c in self.children if any(c.spec.name.split("-")[0] == name for name in group)]
+            members = [c for c in (*self.children, *self.passing) if c.spec.service in group]
             await asyncio.gather(*(child.stop() for child in members))
 
     def kill(self) -> None:
         """Last resort: SIGKILL what still runs."""
-        for child in self.children:
+        for child in (*self.children, *self.passing):
             if child.pid and child.exit_code() is None:
                 subprocess.run(["kill", "-9", str(child.pid)], check=False)

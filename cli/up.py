@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,10 +17,12 @@ import httpx
 import typer
 from rich.console import Console
 
-from cli.stack import StackError, StackLayout, StackOptions, check_port_free, lay_out
+from cli.probe import Probe
+from cli.rolling import Rolling
+from cli.stack import StackError, StackLayout, StackOptions, check_port_free, lay_out, open_door
 from cli.stack_state import StackState, clear_state, demo_key, home_dir, read_state, write_state
 from cli.supervisor import ChildFailedError, Supervisor
-from services.common.tls import OPERATOR
+from services.common.tls import OPERATOR, load_tls
 from services.worker.config import WorkerRole
 
 _READY_TIMEOUT_S = 300.0
@@ -94,9 +97,9 @@ def _roles(workers: int | None, prefill: int, decode: int) -> dict[WorkerRole, i
 
 
 def _foreground(options: StackOptions) -> None:
-    check_port_free(options.host, options.port)
     check_port_free(options.host, options.grpc_port)
-    layout = lay_out(options)
+    door = open_door(options.host, options.port)
+    layout = lay_out(options, door.fileno())
     logs = options.home / "logs"
     logs.mkdir(exist_ok=True)
     for old in logs.glob("*.log"):
@@ -106,10 +109,10 @@ def _foreground(options: StackOptions) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise StackError(f"Another `millrace up` uses {options.home}.") from error
-        asyncio.run(_supervise(options, layout, logs))
+        asyncio.run(_supervise(options, layout, door, logs))
 
 
-async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> None:
+async def _supervise(options: StackOptions, layout: StackLayout, door: socket.socket, logs: Path) -> None:
     console = Console(highlight=False, soft_wrap=True)
     supervisor = Supervisor(layout.specs, logs, lambda text: console.print(text, style="yellow", markup=False))
     stop = asyncio.Event()
@@ -122,10 +125,12 @@ async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
 
+    tls_dir = str(options.home / "tls" / OPERATOR) if options.tls else ""
+
     def record() -> None:
         state = StackState(
             os.getpid(), layout.url, layout.grpc_address, layout.usage_address, layout.router_address, options.model,
-            supervisor.processes(), str(options.home / "tls" / OPERATOR) if options.tls else "",
+            supervisor.processes(), tls_dir, layout.control,
         )  # fmt: skip
         write_state(options.home, state)
 
@@ -135,7 +140,12 @@ async def _supervise(options: StackOptions, layout: StackLayout, logs: Path) -> 
         model = await _wait_ready(supervisor, layout, stop, console)
         if model is not None:
             _greet(console, layout, model, logs)
-            await supervisor.watch(stop, record)
+            gateways = sum(spec.service == "gateway" for spec in layout.specs)
+            probe = Probe(layout.router_address, load_tls(tls_dir), gateways)
+            async with Rolling(supervisor, probe.does_as, record).listening(layout.control):
+                await supervisor.watch(stop, record)
+        # Whoever comes now is refused, and does not wait for a gateway.
+        door.close()
         console.print("Stopping: running streams may finish first. Ctrl-C again ends them at once.", markup=False)
     finally:
         await supervisor.stop(_STOP_ORDER)

@@ -135,8 +135,9 @@ async def start_server(
 ) -> GrpcServer:
     """Bind `host:port` (port 0 = any) or `unix:/path` and start; with `access`, for callers with a certificate.
 
-    Raises StartupError when the address is taken.
+    Several processes of a user may have `shared:host:port`. Raises StartupError when the address is taken.
     """
+    shared, listen = listen.startswith("shared:"), listen.removeprefix("shared:")
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor(access)],
         options=[
@@ -148,7 +149,7 @@ async def start_server(
             ("grpc.http2.ping_timeout_ms", 5_000),
             ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             ("grpc.http2.max_ping_strikes", 0),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(shared)),
         ],
     )
     add_services(server)

@@ -19,6 +19,9 @@ from services.common.lifecycle import StartupError
 WRITE_HIGH_WATER_BYTES = 16_384
 KEEP_ALIVE_S = 75
 BACKLOG = 2_048
+# So long a connection rests before a server that leaves closes it: whoever asks sooner is answered, and told to go.
+REST_S = 5.0
+_CLOSE = (b"connection", b"close")
 
 
 class _Protocol(HttpToolsProtocol):
@@ -31,6 +34,11 @@ class _Protocol(HttpToolsProtocol):
         # A writer may ask it whether the client is still there: writes to a closing transport are dropped in silence.
         self.scope["state"]["transport"] = self.transport
 
+    @property
+    def rests(self) -> bool:
+        """What was asked has been answered."""
+        return self.cycle is not None and self.cycle.response_complete
+
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
@@ -40,8 +48,16 @@ class _Server(uvicorn.Server):
 
 
 def listen(address: str) -> socket.socket:
-    """A bound, listening socket for `host:port` (0 = any) or `unix:/path`. Raises StartupError."""
+    """A bound, listening socket for `host:port` (0 = any) or `unix:/path`; `fd:N` is one that this process was given.
+
+    Raises StartupError.
+    """
     place: str | tuple[str, int]
+    if address.startswith("fd:"):
+        try:
+            return socket.socket(fileno=int(address.removeprefix("fd:")))
+        except OSError as error:
+            raise StartupError(f"The address {address} is no open socket.") from error
     if address.startswith("unix:"):
         family, place = socket.AF_UNIX, address.removeprefix("unix:")
     else:
@@ -89,6 +105,26 @@ class HttpServer:
     def start(self) -> None:
         """Serve in the background."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http-server")
+
+    async def leave(self) -> None:
+        """Accept no more, for another process does, and end with the last connection.
+
+        What is asked on those that are open is answered, with `connection: close`. One that has just come may take its
+        time to ask: how long that may be is for the caller to say.
+        """
+        for server in self._server.servers:
+            server.close()
+        # The server renews what it adds to every answer once a second, from its settings.
+        self._server.config.encoded_headers.append(_CLOSE)
+        self._server.server_state.default_headers.append(_CLOSE)
+        resting: dict[_Protocol, float] = {}
+        now = asyncio.get_running_loop().time
+        while connections := self._server.server_state.connections:
+            resting = {c: resting.get(c, now()) for c in connections if isinstance(c, _Protocol) and c.rests}
+            for connection, since in resting.items():
+                if now() - since > REST_S:
+                    connection.shutdown()
+            await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         """Close idle connections and give running answers one second."""

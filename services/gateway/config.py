@@ -36,10 +36,16 @@ class GatewayConfig:
     """Effective settings; `MILLRACE_<FIELD>` sets each."""
 
     redis_url: str = setting(REDIS_URL, parse=parse_redis_url, help="Redis of queues, limits and keys", secret=True)
-    http_listen: str = setting("127.0.0.1:8000", parse=parse_address, help="Address of the OpenAI HTTP API")
-    grpc_listen: str = setting("127.0.0.1:8001", parse=parse_address, help="Address of the gRPC API")
+    http_listen: str = setting(
+        "127.0.0.1:8000", parse=parse_address, help="Address of the OpenAI HTTP API, or fd:N, an open socket"
+    )
+    grpc_listen: str = setting(
+        "127.0.0.1:8001", parse=parse_address, help="Address of the gRPC API; shared:host:port beside another gateway"
+    )
     metrics_listen: str = setting("127.0.0.1:0", parse=parse_address, help="host:port of /metrics and /healthz")
-    advertise: str = setting("", help="Address under which other gateways reach this one; default the bound gRPC one")
+    advertise: str = setting(
+        "", help="Address under which other gateways reach this one, opened if unix:/path; default the bound gRPC one"
+    )
     usage_address: str = setting("", help="Address of the usage service, for gRPC `GetUsage`; empty for none")
     data_dir: str = setting("millrace-gateway", help="Folder of the usage outbox")
     store_dir: str = setting(

@@ -1,15 +1,21 @@
 """Builds a gateway from its settings: the back (back.py) and the doors in front of it.
 
 Also owns the order of start, drain and stop. Called by __main__ and by tests that run services in one process.
+
+Doors may be shared with another gateway of this machine, which is about to take this one's place or to leave its own to
+it (`shared:`): it opens them once it can serve, and who leaves refuses nobody who has come in.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import structlog
 
 from services.common.clock import Clock, SystemClock
+from services.common.errors import StoreUnavailable
 from services.common.grpc_server import GrpcServer, start_server
 from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError, new_instance_id
@@ -30,6 +36,10 @@ from services.gateway.response_store import SqliteResponseStore
 from services.gateway.resumable import ResumableAnswers
 from services.gateway.template_renderer import TemplateRenderer
 from services.gateway.validation import Validator
+from services.gateway.worker_pool import SUBSET_SIZE
+
+# How long a gateway whose doors are shared keeps its own closed, at most, for workers that it cannot reach.
+ATTACH_S = 20.0
 
 
 class GatewayApp:
@@ -38,6 +48,7 @@ class GatewayApp:
     def __init__(self, config: GatewayConfig, back: Back) -> None:
         self.back = back
         self._config = config
+        self._shared = config.grpc_listen.startswith("shared:")
         self._renderer = TemplateRenderer()
         self._grammars = GrammarChecker()
         parts = back.parts
@@ -51,6 +62,8 @@ class GatewayApp:
         self._store_dir = store_dir
         self._http: HttpServer | None = None
         self._grpc: GrpcServer | None = None
+        # Where other gateways reach this one, if not at the gRPC door.
+        self._own: GrpcServer | None = None
         self._metrics: MetricsServer | None = None
 
     @property
@@ -73,18 +86,23 @@ class GatewayApp:
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work at once, let running streams end within the grace, then end them with an error."""
-        if self._grpc is not None:
-            await self._grpc.set_serving(False)
+        began = self.back.parts.clock.monotonic()
+        for server in self._grpc_servers():
+            await server.set_serving(False)
         if self._runner is not None:
             self._runner.drain()
-        await self.back.drain(grace_s)
+        if self._shared and self._http is not None and self._grpc is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await asyncio.gather(self._http.leave(), self._grpc.stop(grace_s))
+        await self.back.drain(max(0.0, grace_s - (self.back.parts.clock.monotonic() - began)))
 
     async def stop(self) -> None:
         """Cut what is left and release everything. Safe after a failed start."""
         if self._http is not None:
             await self._http.stop()
-        if self._grpc is not None:
-            await self._grpc.stop(0.5)
+        for server in self._grpc_servers():
+            await server.stop(0.5)
         if self._metrics is not None:
             await self._metrics.close()
         if self._runner is not None:
@@ -121,17 +139,38 @@ class GatewayApp:
             raise StartupError(f"The address {where} cannot be bound: is the port taken?") from error
         await back.open()
         service = GatewayService(front)
+        await self._renderer.start()
+        if self._config.advertise.startswith("unix:"):
+            self._own = await start_server(self._config.advertise, service.add_to, service_names=[SERVICE_NAME])
+        if self._shared:
+            back.start(self._config.advertise)
+            await self._reach_workers()
         # The contract is public, so that tools like grpcurl may ask for it.
         self._grpc = await start_server(
             self._config.grpc_listen, service.add_to, service_names=[SERVICE_NAME], reflect=True
         )
-        await self._renderer.start()
-        back.start(self._config.advertise or self._grpc.address)
+        if not self._shared:
+            back.start(self._config.advertise or self._grpc.address)
         self._runner = BatchRunner(front.batches, front.files, line_runner(LineDoor(front), front.keyring, parts.clock))
         self._runner.start(parts.redis)
         self._http.start()
-        await self._grpc.set_serving(True)
+        for server in self._grpc_servers():
+            await server.set_serving(True)
         structlog.get_logger().info("gateway_started", http_port=self._http.port, grpc=self._grpc.address)
+
+    async def _reach_workers(self) -> None:
+        """Until this gateway can serve by all workers that there are; at once where there is none."""
+        parts = self.back.parts
+        with contextlib.suppress(TimeoutError, StoreUnavailable):
+            async with asyncio.timeout(ATTACH_S):
+                while decoding := [w for w in await parts.store.list_workers() if w.role != "prefill"]:
+                    attached = len(parts.pool.attached_instances())
+                    if self.back.ready() and attached >= min(len(decoding), SUBSET_SIZE):
+                        return
+                    await parts.clock.sleep(0.05)
+
+    def _grpc_servers(self) -> list[GrpcServer]:
+        return [server for server in (self._grpc, self._own) if server is not None]
 
 
 def build(config: GatewayConfig, *, clock: Clock | None = None, instance: str | None = None) -> GatewayApp:

@@ -72,6 +72,7 @@ def _status(endpoint: Endpoint, now: float, out: frozenset[str]) -> router_servi
         free_slot_count=slots,
         free_block_count=blocks,
         in_flight_count=view.in_flight_count if view is not None else 0,
+        attached_gateway_count=len(view.attached_gateways) if view is not None else 0,
     )
     if view is not None:
         age = duration_pb2.Duration()

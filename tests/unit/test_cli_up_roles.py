@@ -16,7 +16,7 @@ from services.worker.config import WorkerRole, parse_engine
 
 def workers_of(home: Path, **counts: int) -> dict[str, WorkerRole]:
     roles = {WorkerRole(name): count for name, count in counts.items()}
-    layout = lay_out(StackOptions(home, "127.0.0.1", 8000, 8001, "echo", roles, "info"))
+    layout = lay_out(StackOptions(home, "127.0.0.1", 8000, 8001, "echo", roles, "info"), 3)
     engines = {s.name: s.env["MILLRACE_ENGINE"] for s in layout.specs if s.name.startswith("worker")}
     return {name: parse_engine(knobs).role for name, knobs in engines.items()}
 
@@ -38,7 +38,7 @@ def test_each_role_gets_its_processes(tmp_path: Path) -> None:
 
 def test_knobs_of_the_environment_hold_for_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_ENGINE", "max_num_seqs=7")
-    layout = lay_out(StackOptions(tmp_path, "127.0.0.1", 8000, 8001, "echo", {WorkerRole.DECODE: 1}, "info"))
+    layout = lay_out(StackOptions(tmp_path, "127.0.0.1", 8000, 8001, "echo", {WorkerRole.DECODE: 1}, "info"), 3)
     (worker,) = (spec for spec in layout.specs if spec.name == "worker-decode-1")
     engine = parse_engine(worker.env["MILLRACE_ENGINE"])
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common import http_server
 from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError
 from services.gateway.answer_sink import while_open
@@ -18,6 +20,16 @@ from services.gateway.answering import until_disconnect
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
     await send({"type": "http.response.body", "body": b"hello"})
+
+
+def named(name: bytes) -> ASGIApp:
+    """Answers its name, which has three letters."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+        await send({"type": "http.response.body", "body": name})
+
+    return answer
 
 
 async def ask(port: int) -> bytes:
@@ -54,6 +66,57 @@ def test_a_unix_socket_is_an_address_too(tmp_path: Path) -> None:
 
     assert (tmp_path / "s").is_socket()
     opened.close()
+
+
+async def test_a_server_that_leaves_its_door_to_another_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REST_S", 60)
+    door = listen("127.0.0.1:0")
+    old, new = (HttpServer(named(name), listen(f"fd:{os.dup(door.fileno())}")) for name in (b"old", b"new"))
+    old.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", old.port)
+
+    async def ask_again() -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(3) == b"old"
+        return head
+
+    before = await ask_again()
+    leaving = asyncio.create_task(old.leave())
+    await asyncio.sleep(0)
+    new.start()
+    elsewhere = await ask(new.port)
+    last = await ask_again()
+    await leaving
+
+    assert elsewhere.endswith(b"new")
+    assert b"connection: close" not in before
+    assert b"connection: close" in last
+    assert await reader.read() == b""
+    for server in (old, new):
+        await server.stop()
+    writer.close()
+    door.close()
+
+
+async def test_a_server_that_leaves_closes_connections_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "REST_S", 0)
+    server = HttpServer(hello, listen("127.0.0.1:0"))
+    server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await reader.readuntil(b"hello")
+
+    await server.leave()
+
+    assert await reader.read() == b""
+    writer.close()
+    await server.stop()
+
+
+def test_a_file_that_is_no_socket_is_one_sentence(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("w") as file, pytest.raises(StartupError, match="is no open socket"):
+        listen(f"fd:{file.fileno()}")
 
 
 async def test_an_answer_waits_for_its_reader_at_sixteen_kibibytes() -> None:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from millrace.common.v1 import common_pb2 as millrace_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'millrace/router/v1/router_service.proto\x12\x12millrace.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fmillrace/common/v1/common.proto\"\x12\n\x10GetStatusRequest\"\xdc\x02\n\x0e\x45ndpointStatus\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12)\n\x04pool\x18\x04 \x01(\x0b\x32\x1b.millrace.common.v1.PoolRef\x12,\n\x04role\x18\x05 \x01(\x0e\x32\x1e.millrace.common.v1.WorkerRole\x12\x0f\n\x07healthy\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x17\n\x0f\x66ree_slot_count\x18\x08 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\t \x01(\x05\x12\x17\n\x0fin_flight_count\x18\n \x01(\x05\x12+\n\x08view_age\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8f\x01\n\x11GetStatusResponse\x12\x17\n\x0frouter_instance\x18\x01 \x01(\t\x12\x35\n\tendpoints\x18\x02 \x03(\x0b\x32\".millrace.router.v1.EndpointStatus\x12\x18\n\x10held_claim_count\x18\x03 \x01(\x05\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\")\n\rDrainResponse\x12\x18\n\x10held_claim_count\x18\x01 \x01(\x05\x32\xb7\x01\n\rRouterService\x12X\n\tGetStatus\x12$.millrace.router.v1.GetStatusRequest\x1a%.millrace.router.v1.GetStatusResponse\x12L\n\x05\x44rain\x12 .millrace.router.v1.DrainRequest\x1a!.millrace.router.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'millrace/router/v1/router_service.proto\x12\x12millrace.router.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fmillrace/common/v1/common.proto\"\x12\n\x10GetStatusRequest\"\xfc\x02\n\x0e\x45ndpointStatus\x12\x17\n\x0fworker_instance\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.millrace.common.v1.ModelRef\x12)\n\x04pool\x18\x04 \x01(\x0b\x32\x1b.millrace.common.v1.PoolRef\x12,\n\x04role\x18\x05 \x01(\x0e\x32\x1e.millrace.common.v1.WorkerRole\x12\x0f\n\x07healthy\x18\x06 \x01(\x08\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x17\n\x0f\x66ree_slot_count\x18\x08 \x01(\x05\x12\x18\n\x10\x66ree_block_count\x18\t \x01(\x05\x12\x17\n\x0fin_flight_count\x18\n \x01(\x05\x12+\n\x08view_age\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1e\n\x16\x61ttached_gateway_count\x18\x0c \x01(\x05\"\x8f\x01\n\x11GetStatusResponse\x12\x17\n\x0frouter_instance\x18\x01 \x01(\t\x12\x35\n\tendpoints\x18\x02 \x03(\x0b\x32\".millrace.router.v1.EndpointStatus\x12\x18\n\x10held_claim_count\x18\x03 \x01(\x05\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\")\n\rDrainResponse\x12\x18\n\x10held_claim_count\x18\x01 \x01(\x05\x32\xb7\x01\n\rRouterService\x12X\n\tGetStatus\x12$.millrace.router.v1.GetStatusRequest\x1a%.millrace.router.v1.GetStatusResponse\x12L\n\x05\x44rain\x12 .millrace.router.v1.DrainRequest\x1a!.millrace.router.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=128
   _globals['_GETSTATUSREQUEST']._serialized_end=146
   _globals['_ENDPOINTSTATUS']._serialized_start=149
-  _globals['_ENDPOINTSTATUS']._serialized_end=497
-  _globals['_GETSTATUSRESPONSE']._serialized_start=500
-  _globals['_GETSTATUSRESPONSE']._serialized_end=643
-  _globals['_DRAINREQUEST']._serialized_start=645
-  _globals['_DRAINREQUEST']._serialized_end=701
-  _globals['_DRAINRESPONSE']._serialized_start=703
-  _globals['_DRAINRESPONSE']._serialized_end=744
-  _globals['_ROUTERSERVICE']._serialized_start=747
-  _globals['_ROUTERSERVICE']._serialized_end=930
+  _globals['_ENDPOINTSTATUS']._serialized_end=529
+  _globals['_GETSTATUSRESPONSE']._serialized_start=532
+  _globals['_GETSTATUSRESPONSE']._serialized_end=675
+  _globals['_DRAINREQUEST']._serialized_start=677
+  _globals['_DRAINREQUEST']._serialized_end=733
+  _globals['_DRAINRESPONSE']._serialized_start=735
+  _globals['_DRAINRESPONSE']._serialized_end=776
+  _globals['_ROUTERSERVICE']._serialized_start=779
+  _globals['_ROUTERSERVICE']._serialized_end=962
 # @@protoc_insertion_point(module_scope)

@@ -50,6 +50,7 @@ class EndpointStatus(_message.Message):
     FREE_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
     VIEW_AGE_FIELD_NUMBER: _builtins.int
+    ATTACHED_GATEWAY_COUNT_FIELD_NUMBER: _builtins.int
     worker_instance: _builtins.str
     address: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
@@ -58,6 +59,8 @@ class EndpointStatus(_message.Message):
     free_slot_count: _builtins.int
     free_block_count: _builtins.int
     in_flight_count: _builtins.int
+    attached_gateway_count: _builtins.int
+    """Gateways that have a stream of tokens open to it."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -80,10 +83,11 @@ class EndpointStatus(_message.Message):
         free_block_count: _builtins.int = ...,
         in_flight_count: _builtins.int = ...,
         view_age: _duration_pb2.Duration | None = ...,
+        attached_gateway_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pool", b"pool", "view_age", b"view_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "healthy", b"healthy", "in_flight_count", b"in_flight_count", "model", b"model", "pool", b"pool", "role", b"role", "view_age", b"view_age", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attached_gateway_count", b"attached_gateway_count", "draining", b"draining", "free_block_count", b"free_block_count", "free_slot_count", b"free_slot_count", "healthy", b"healthy", "in_flight_count", b"in_flight_count", "model", b"model", "pool", b"pool", "role", b"role", "view_age", b"view_age", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
