@@ -19,6 +19,7 @@ from millrace.gateway.v1 import usage_sums_pb2
 
 from services.common.errors import MillraceError, QueueFull, WorkerLost
 from services.common.grpc_server import start_server
+from services.common.lifecycle import StartupError
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from tests.helpers.echo_generation import (
     REQUEST_ID,
@@ -43,6 +44,20 @@ async def door(generator: FakeGenerator, *allowed: str) -> AsyncIterator[Any]:
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield pb_grpc.GatewayServiceStub(channel)
     finally:
+        await server.stop(0)
+
+
+async def test_a_shared_port_takes_a_second_server_and_no_other() -> None:
+    def nothing(_: grpc.aio.Server) -> None:
+        return None
+
+    first = await start_server("shared:127.0.0.1:0", nothing, service_names=[])
+    second = await start_server(f"shared:{first.address}", nothing, service_names=[])
+
+    assert second.address == first.address
+    with pytest.raises(StartupError, match="cannot be bound"):
+        await start_server(first.address, nothing, service_names=[])
+    for server in (first, second):
         await server.stop(0)
 
 
