@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import time
 from collections import Counter
-from typing import Any
 
 import httpx
 import pytest
@@ -17,15 +15,16 @@ from tests.helpers.nemesis import (
     Attempt,
     Nemesis,
     assert_idle,
+    assert_usage_answers,
     attempt_until_accepted,
     baseline_blocks,
+    mistakes_of,
     open_client,
 )
-from tests.helpers.stack import Stack, millrace
+from tests.helpers.stack import Stack
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(420)]
 
-VOCAB = 32_000
 REQUESTS = int(os.environ.get("NEMESIS_REQUESTS", "300"))
 AT_ONCE = 24
 FAULTS_FOR_S = float(os.environ.get("NEMESIS_SECONDS", "60"))
@@ -42,45 +41,6 @@ async def run_load(stack: Stack, seed: int) -> list[Attempt]:
     async with open_client(stack) as client:
         tries = await asyncio.gather(*(one(client, sizes.randint(20, 250)) for _ in range(REQUESTS)))
     return [a for group in tries for a in group]
-
-
-def bill_mistake(a: Attempt, row: dict[str, Any], nemesis: Nemesis) -> str | None:
-    billed, delivered = row["billed_completion_tokens"], len(a.seen.token_ids)
-    if a.ending != "cut":
-        return None if billed == delivered else f"{a.ending}: billed {billed}, delivered {delivered}"
-    if not nemesis.killed("gateway", a.began, a.ended + 1):
-        return f"cut at {delivered} tokens though no gateway was killed: {a.seen.broken}"
-    if nemesis.lost_bill(billed, delivered, a.began, a.ended):
-        return None
-    return f"gateway killed: billed {billed}, delivered {delivered}"
-
-
-def mistakes_of(attempts: list[Attempt], rows: list[dict[str, Any]], nemesis: Nemesis) -> list[str]:
-    by_id = {row["request_id"]: row for row in rows}
-    found = [f"{id_}: {n} rows" for id_, n in Counter(row["request_id"] for row in rows).items() if n != 1]
-    for a in attempts:
-        who = a.seen.request_id
-        if a.ending == "unclassified":
-            found.append(f"{who}: unclassified {a.seen.broken}, {len(a.seen.token_ids)} tokens")
-        if not a.seen.is_echo_prefix(VOCAB):
-            found.append(f"{who}: not a prefix of its echo sequence")
-        if a.ending == "completed" and len(a.seen.token_ids) != a.max_tokens:
-            found.append(f"{who}: completed with {len(a.seen.token_ids)} of {a.max_tokens} tokens")
-        if a.ending == "refused":
-            continue
-        if who not in by_id:
-            found.append(f"{who}: {a.ending} without a row")
-        elif (wrong := bill_mistake(a, by_id[who], nemesis)) is not None:
-            found.append(f"{who} ({by_id[who]['terminal_state']}, {by_id[who]['error_reason']}): {wrong}")
-    return found
-
-
-def assert_usage_answers(stack: Stack, within_s: float = 30.0) -> None:
-    """The supervisor pauses up to 8 s before it starts a service again that died often."""
-    end = time.monotonic() + within_s
-    while (done := millrace(stack.home, "usage", "export", "--format", "jsonl")).returncode != 0:
-        assert time.monotonic() < end, done.stderr
-        time.sleep(0.5)
 
 
 def test_random_kills_and_pauses_lose_no_request_and_bill_each_once(stack: Stack) -> None:

@@ -12,26 +12,23 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.helpers.nemesis import Attempt, Nemesis, assert_idle, attempt, baseline_blocks, free_blocks, open_client
+from tests.helpers.nemesis import (
+    VOCAB,
+    Attempt,
+    Nemesis,
+    Streams,
+    assert_idle,
+    attempt,
+    baseline_blocks,
+    free_blocks,
+    open_client,
+)
 from tests.helpers.stack import Stack
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
-VOCAB = 32_000
 STREAMS = 12
 CUTS = int(os.environ.get("FAULT_CUTS", "100"))
-
-
-async def load_until(stack: Stack, stop: asyncio.Event, max_tokens: int) -> list[Attempt]:
-    seen: list[Attempt] = []
-
-    async def one(client: httpx.AsyncClient) -> None:
-        while not stop.is_set():
-            seen.append(await attempt(client, max_tokens))
-
-    async with open_client(stack) as client:
-        await asyncio.gather(*(one(client) for _ in range(STREAMS)))
-    return seen
 
 
 async def restart(stack: Stack, nemesis: Nemesis, service: str, baseline: list[int]) -> None:
@@ -55,17 +52,12 @@ def assert_all_complete_and_billed(stack: Stack, seen: list[Attempt], max_tokens
 
 def test_a_rolling_restart_of_router_and_workers_fails_no_request(stack: Stack) -> None:
     async def scenario() -> list[Attempt]:
-        baseline, stop = await baseline_blocks(stack), asyncio.Event()
-        load = asyncio.create_task(load_until(stack, stop, 60))
-        nemesis = Nemesis(stack, seed=0)
-        try:
+        baseline, nemesis, streams = await baseline_blocks(stack), Nemesis(stack, seed=0), Streams(stack, lambda: 60)
+        async with streams.running(STREAMS):
             for service in ("router", "worker-1", "worker-2"):
                 await restart(stack, nemesis, service, baseline)
                 await asyncio.sleep(1.0)
-        finally:
-            stop.set()
-            seen = await load
-        return seen
+        return streams.attempts
 
     seen = asyncio.run(scenario())
     print(f"streams over the restarts: {len(seen)}, {dict(Counter(a.ending for a in seen))}")

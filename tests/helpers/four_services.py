@@ -21,6 +21,7 @@ from services.worker.config import WorkerConfig
 from services.worker.model_source import LoadedModel
 
 KEY = "mr_test_0123456789abcdef0123456789abcdef"
+ADMIN_TOKEN = "mra_test_0123456789abcdef0123456789abcdef"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ async def running_services(
             database_url=f"sqlite:///{folder / 'ledger.sqlite3'}",
             data_dir=str(folder / "usage"),
             bootstrap_key=KEY,
+            admin_token=ADMIN_TOKEN,
         )
     )
     worker = await asyncio.to_thread(worker_wiring.build, worker_config, model=model)

@@ -10,8 +10,9 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 import httpx
@@ -20,10 +21,11 @@ from millrace.router.v1 import router_service_pb2, router_service_pb2_grpc
 
 from cli.stack_state import process_alive
 from services.common.grpc_client import open_channel
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, millrace
 from tests.helpers.transcripts import Transcript, stream_completion
 
 SERVICES = ("gateway", "router", "worker-1", "worker-2", "usage", "redis")
+VOCAB = 32_000
 ACK_WINDOW = 16
 # Leases of gateway and worker, and the time the reaper waits after Redis came back.
 SETTLING_S = 45.0
@@ -116,11 +118,11 @@ class Nemesis:
         return ", ".join(f"{name} x{count}" for name, count in sorted(counts.items()))
 
 
-async def attempt(client: httpx.AsyncClient, max_tokens: int) -> Attempt:
-    """One streaming echo request."""
+async def attempt(client: httpx.AsyncClient, max_tokens: int, seen: Transcript | None = None) -> Attempt:
+    """One streaming echo request; `seen` is filled meanwhile."""
     began = time.monotonic()
     body: dict[str, object] = {"model": "echo", "prompt": "one two three", "max_tokens": max_tokens, "ignore_eos": True}
-    seen = await stream_completion(client, body)
+    seen = await stream_completion(client, body, seen=seen)
     return Attempt(began, time.monotonic(), seen, max_tokens)
 
 
@@ -134,10 +136,70 @@ async def attempt_until_accepted(client: httpx.AsyncClient, max_tokens: int, giv
     return tries
 
 
-def open_client(stack: Stack, timeout_s: float = 60.0) -> httpx.AsyncClient:
-    """A client of the stack's HTTP door that never reuses a connection, so that a restart breaks no idle one."""
+class Door(Protocol):
+    """Where requests go and with which key; a stack is one."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def headers(self) -> dict[str, str]: ...
+
+
+class Streams:
+    """Clients that stream one answer after the other, each of so many tokens as `size` says."""
+
+    def __init__(self, door: Door, size: Callable[[], int], *, refused_pause_s: float = 0.3) -> None:
+        self.attempts: list[Attempt] = []
+        self._door, self._size, self._refused_pause_s = door, size, refused_pause_s
+        self._transcripts: dict[int, Transcript] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self, clients: int) -> AsyncIterator[None]:
+        """So many clients until the end of the block, which lets their last answers end."""
+        stop = asyncio.Event()
+        async with open_client(self._door) as client, asyncio.TaskGroup() as group:
+            for number in range(clients):
+                group.create_task(self._ask_until(stop, client, number))
+            try:
+                yield
+            finally:
+                stop.set()
+
+    def in_flight(self) -> int:
+        """Streams that have begun to answer and have not ended."""
+        return sum(bool(seen.text) for seen in self._transcripts.values())
+
+    async def wait_in_flight(self, count: int, within_s: float = 240.0) -> None:
+        """Blocks until so many are in flight. Raises TimeoutError."""
+        async with asyncio.timeout(within_s):
+            while self.in_flight() < count:
+                await asyncio.sleep(0.1)
+
+    async def wait_ended(self, more: int, within_s: float = 240.0) -> None:
+        """Blocks until so many more that were accepted have ended. Raises TimeoutError."""
+        until = len(self.accepted()) + more
+        async with asyncio.timeout(within_s):
+            while len(self.accepted()) < until:
+                await asyncio.sleep(0.1)
+
+    def accepted(self) -> list[Attempt]:
+        """What has ended and was not refused."""
+        return [a for a in self.attempts if a.ending != "refused"]
+
+    async def _ask_until(self, stop: asyncio.Event, client: httpx.AsyncClient, number: int) -> None:
+        while not stop.is_set():
+            self._transcripts[number] = Transcript()
+            self.attempts.append(await attempt(client, self._size(), self._transcripts[number]))
+            del self._transcripts[number]
+            if self.attempts[-1].ending == "refused":
+                await asyncio.sleep(self._refused_pause_s)
+
+
+def open_client(door: Door, timeout_s: float = 60.0) -> httpx.AsyncClient:
+    """A client of an HTTP door that never reuses a connection, so that a restart breaks no idle one."""
     limits = httpx.Limits(max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=stack.url, headers=stack.headers, timeout=timeout_s, limits=limits)
+    return httpx.AsyncClient(base_url=door.url, headers=door.headers, timeout=timeout_s, limits=limits)
 
 
 async def free_blocks(stack: Stack) -> list[int]:
@@ -162,17 +224,24 @@ async def baseline_blocks(stack: Stack, workers: int = 2, within_s: float = 30.0
 
 
 def held_in_redis(stack: Stack) -> dict[str, int]:
-    """Keys of requests, reservations, leases and queues that still hold something, with how much."""
+    """As `held_keys`, of a stack's own Redis."""
+    with redis.Redis(unix_socket_path=redis_socket(stack)) as client:
+        return held_keys(client)
+
+
+def held_keys(client: redis.Redis) -> dict[str, int]:
+    """Keys of requests, reservations, leases and queues that still hold something, with how much; tokens of budgets."""
     counters = {"zset": "zcard", "hash": "hlen", "stream": "xlen", "set": "scard", "list": "llen"}
     held: dict[str, int] = {}
-    with redis.Redis(unix_socket_path=redis_socket(stack)) as client:
-        for key in client.scan_iter("mr:*"):
-            name = key.decode()
-            last = name.partition("}:")[2]
-            if last in ("live", "lease", "unsettled", "res") or last.startswith("w:"):
-                kind = client.type(key).decode()
-                if kind in counters and (count := int(getattr(client, counters[kind])(key))):
-                    held[name] = count
+    for key in client.scan_iter("mr:*"):
+        name = key.decode()
+        last = name.partition("}:")[2]
+        if last in ("live", "lease", "unsettled", "res") or last.startswith("w:"):
+            kind = client.type(key).decode()
+            if kind in counters and (count := int(getattr(client, counters[kind])(key))):
+                held[name] = count
+        elif last.partition("|")[0] == "budget" and (tokens := int(client.hget(key, "reserved") or 0)):
+            held[name] = tokens
     return held
 
 
@@ -196,3 +265,43 @@ async def assert_idle(stack: Stack, baseline: list[int], within_s: float = SETTL
         if state == ("completed", {}, baseline):
             return
     raise AssertionError(f"not idle after {within_s:g} s: (request, held, free blocks) {state}, at first {baseline}")
+
+
+def _bill_mistake(a: Attempt, row: dict[str, Any], nemesis: Nemesis) -> str | None:
+    billed, delivered = row["billed_completion_tokens"], len(a.seen.token_ids)
+    if a.ending != "cut":
+        return None if billed == delivered else f"{a.ending}: billed {billed}, delivered {delivered}"
+    if not nemesis.killed("gateway", a.began, a.ended + 1):
+        return f"cut at {delivered} tokens though no gateway was killed: {a.seen.broken}"
+    if nemesis.lost_bill(billed, delivered, a.began, a.ended):
+        return None
+    return f"gateway killed: billed {billed}, delivered {delivered}"
+
+
+def mistakes_of(attempts: list[Attempt], rows: list[dict[str, Any]], nemesis: Nemesis) -> list[str]:
+    """What is wrong with what clients saw and with the ledger's rows of it."""
+    by_id = {row["request_id"]: row for row in rows}
+    found = [f"{id_}: {n} rows" for id_, n in Counter(row["request_id"] for row in rows).items() if n != 1]
+    for a in attempts:
+        who = a.seen.request_id
+        if a.ending == "unclassified":
+            found.append(f"{who}: unclassified {a.seen.broken}, {len(a.seen.token_ids)} tokens")
+        if not a.seen.is_echo_prefix(VOCAB):
+            found.append(f"{who}: not a prefix of its echo sequence")
+        if a.ending == "completed" and len(a.seen.token_ids) != a.max_tokens:
+            found.append(f"{who}: completed with {len(a.seen.token_ids)} of {a.max_tokens} tokens")
+        if a.ending == "refused":
+            continue
+        if who not in by_id:
+            found.append(f"{who}: {a.ending} without a row")
+        elif (wrong := _bill_mistake(a, by_id[who], nemesis)) is not None:
+            found.append(f"{who} ({by_id[who]['terminal_state']}, {by_id[who]['error_reason']}): {wrong}")
+    return found
+
+
+def assert_usage_answers(stack: Stack, within_s: float = 30.0) -> None:
+    """The supervisor pauses up to 8 s before it starts a service again that died often."""
+    end = time.monotonic() + within_s
+    while (done := millrace(stack.home, "usage", "export", "--format", "jsonl")).returncode != 0:
+        assert time.monotonic() < end, done.stderr
+        time.sleep(0.5)

@@ -41,6 +41,14 @@ def millrace(
     )
 
 
+def new_key(home: Path, tenant: str, *options: str, env: Mapping[str, str] | None = None) -> str:
+    """A key of a new tenant, which gets the options of `tenant create`."""
+    for arguments in (("tenant", "create", tenant, *options), ("key", "create", "--tenant", tenant)):
+        done = millrace(home, *arguments, env=env)
+        assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
 def with_shared_kernels(home: Path) -> Path:
     """A home whose first worker finds the kernels that this machine has compiled before."""
     shared = Path.home() / ".cache" / "millrace" / "kernels"
