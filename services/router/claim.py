@@ -184,11 +184,12 @@ class ClaimLoop:
         now = self._clock.monotonic()
         for claim in claims:
             entry = claim.entry
-            span = tracer().start_span("router.claim", context=context_from(entry.traceparent))
-            span.set_attribute("millrace.request_id", entry.request_id)
-            span.set_attribute("millrace.tenant", entry.tenant)
-            span.set_attribute("millrace.claim_number", claim.claim_number)
-            self._spans[claim.claim_id] = span
+            if entry.traceparent:
+                span = tracer().start_span("router.claim", context=context_from(entry.traceparent))
+                span.set_attribute("millrace.request_id", entry.request_id)
+                span.set_attribute("millrace.tenant", entry.tenant)
+                span.set_attribute("millrace.claim_number", claim.claim_number)
+                self._spans[claim.claim_id] = span
             self._waiting.append(HeldClaim(pool, claim, Needs.of(entry), now))
 
     def _place(self) -> None:

@@ -5,8 +5,11 @@ Never chooses the worker and never retries by itself; says what came of the try.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -15,7 +18,7 @@ from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 from millrace.worker.v1 import worker_service_pb2
 
-from services.common.admission_store import AdmissionStore, priority_name
+from services.common.admission_store import BATCH, AdmissionStore, priority_name
 from services.common.admission_types import Claimed, Ownership, Pool, Terminal
 from services.common.clock import Clock
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, StoreUnavailable
@@ -68,7 +71,7 @@ _GUILTY: Final = {
 _UNFIT_CODES: Final = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE}
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class HeldClaim:
     """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time.
     `placing` says who computes the prompt of the try under way."""
@@ -113,7 +116,10 @@ class Dispatcher:
         self._metrics = metrics
         self._clock = clock
         self._router_instance = router_instance
-        self._unrecorded: list[tuple[Pool, Ownership]] = []
+        self._unrecorded: dict[Pool, list[Ownership]] = {}
+        self._accepted = asyncio.Event()
+        self._recording = asyncio.Lock()
+        self._observers: dict[tuple[str | int, ...], Callable[[float], None]] = {}
 
     async def submit(self, held: HeldClaim, endpoint: Endpoint) -> Outcome:
         """One try. The endpoint has been debited by the caller; this settles the debit."""
@@ -153,8 +159,18 @@ class Dispatcher:
         if outcome is Outcome.ACCEPTED:
             self._observe(held)
             self._count_placing(held)
-            await self._own(held.pool, Ownership(held.request_id, request.epoch, endpoint.instance))
+            ownership = Ownership(held.request_id, request.epoch, endpoint.instance)
+            self._unrecorded.setdefault(held.pool, []).append(ownership)
+            self._accepted.set()
         return outcome
+
+    async def run(self) -> None:
+        """Write ownership as workers accept, those that come meanwhile in one go, until cancelled."""
+        while True:
+            await self._accepted.wait()
+            self._accepted.clear()
+            with contextlib.suppress(StoreUnavailable):
+                await self.record_owners()
 
     async def fail(self, held: HeldClaim) -> bool:
         """End a request that no worker can ever take; nothing is billed. False when that is not this router's to say:
@@ -175,11 +191,12 @@ class Dispatcher:
         return True
 
     async def record_owners(self) -> None:
-        """Write ownership that Redis did not take before. Raises StoreUnavailable."""
-        while self._unrecorded:
-            pool, ownership = self._unrecorded[0]
-            await self._store.own(pool, [ownership])
-            self._unrecorded.pop(0)
+        """Write ownership that Redis has not taken so far. Raises StoreUnavailable."""
+        async with self._recording:
+            for pool, ownerships in list(self._unrecorded.items()):
+                while batch := ownerships[:BATCH]:
+                    await self._store.own(pool, batch)
+                    del ownerships[: len(batch)]
 
     def _read(self, held: HeldClaim, endpoint: Endpoint, reply: worker_service_pb2.SubmitResponse) -> Outcome:
         now = self._clock.monotonic()
@@ -209,23 +226,17 @@ class Dispatcher:
         held.rest(endpoint.instance, now)
         return Outcome.REFUSED
 
-    async def _own(self, pool: Pool, ownership: Ownership) -> None:
-        try:
-            await self._store.own(pool, [ownership])
-        except StoreUnavailable:
-            self._unrecorded.append((pool, ownership))
-
     def _observe(self, held: HeldClaim) -> None:
         entry = held.claim.entry
         waited_s = held.claim.waited_ms / 1000 + self._clock.monotonic() - held.since
-        length = common_pb2.LengthClass.Name(entry.length_class).removeprefix("LENGTH_CLASS_").lower()
-        self._metrics.queue_seconds.labels(
-            entry.model.model,
-            entry.model.version,
-            priority_name(entry.priority_class),
-            length,
-            self._metrics.tenant_label(entry.tenant),
-        ).observe(waited_s)
+        tenant = self._metrics.tenant_label(entry.tenant)
+        key = (entry.model.model, entry.model.version, entry.priority_class, entry.length_class, tenant)
+        observe = self._observers.get(key)
+        if observe is None:
+            length = common_pb2.LengthClass.Name(entry.length_class).removeprefix("LENGTH_CLASS_").lower()
+            labels = (entry.model.model, entry.model.version, priority_name(entry.priority_class), length, tenant)
+            observe = self._observers[key] = self._metrics.queue_seconds.labels(*labels).observe
+        observe(waited_s)
 
     def _count_placing(self, held: HeldClaim) -> None:
         model = held.claim.entry.model

@@ -56,12 +56,12 @@ class RouterApp:
         self._tls = load_tls(config.tls_dir)
         self.metrics = Metrics()
         self.registry = EndpointRegistry(store, instance, clock, self._changed, dial=dialler(self._tls, WORKER))
-        dispatcher = Dispatcher(store, self.registry, self.metrics, clock, router_instance=instance)
+        self._dispatcher = Dispatcher(store, self.registry, self.metrics, clock, router_instance=instance)
         rng = random.Random(instance)  # noqa: S311 - breaks ties, guards nothing
         policy = RoutingPolicy(rng, self.registry.prefixes)
         self.routes = routes
         redirects = Redirect(lambda: self.routes.table)
-        self.claims = ClaimLoop(store, self.registry, dispatcher, policy, redirects, clock, router_instance=instance)
+        self.claims = ClaimLoop(store, self.registry, self._dispatcher, policy, redirects, clock, router_instance=instance)
         self._clock = clock
         self.reaper = Reaper(store, self.registry, clock)
         self._service = RouterService(
@@ -113,6 +113,7 @@ class RouterApp:
             ("discover", self.registry.run()),
             ("routes", self.routes.run(self._clock, self._changed)),
             ("claim", self.claims.run()),
+            ("own", self._dispatcher.run()),
             ("bell", self.claims.listen()),
             ("keep", self.claims.keep()),
             ("reap", self.reaper.run()),
