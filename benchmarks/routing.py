@@ -25,6 +25,7 @@ from services.common.block_hash import chain_hashes, pack_tokens, root_hash, tru
 from services.router.endpoint import Endpoint, Needs, View
 from services.router.policy import RoutingPolicy
 from services.router.prefix_index import PrefixIndex
+from services.router.roster import Roster
 from services.worker.engine.engine import Engine
 from services.worker.engine.engine_config import EngineConfig
 from services.worker.engine.fake_model_runner import FakeModelRunner
@@ -165,7 +166,7 @@ class Router:
             chosen = next((w for w in in_turn if w.endpoint.fits(needs, now)), None)
         else:
             seen = needs if self._knows_prefixes else dataclasses.replace(needs, block_hashes=())
-            endpoint = self._policy.choose(seen, [w.endpoint for w in workers], now)
+            endpoint = self._policy.choose(seen, Roster(w.endpoint for w in workers), now)
             chosen = next((w for w in workers if w.endpoint is endpoint), None)
         if chosen is not None:
             self._policy.placed(needs, chosen.endpoint, now)

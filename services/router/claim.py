@@ -21,7 +21,7 @@ from services.common.telemetry import context_from, tracer
 from services.router.disaggregation import Disaggregation
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
-from services.router.filters import ejected, is_routable, only_prefills
+from services.router.filters import only_prefills
 from services.router.policy import RoutingPolicy
 from services.router.redirect import Redirect
 from services.router.registry import EndpointRegistry
@@ -92,13 +92,13 @@ class ClaimLoop:
         self._place()
         more = False
         for pool in self._registry.pools() if not self.draining else ():
-            count = min(self._room(pool), MAX_HELD - self.held_count + self._waiting_suspects())
+            roster = self._registry.roster(pool)
+            roster.refresh(self._clock.monotonic())
+            count = min(roster.room, MAX_HELD - self.held_count + self._waiting_suspects())
             if count <= 0:
                 continue
             try:
-                claims = await self._store.claim(
-                    pool, self._router_instance, count, workers=len(self._open_endpoints(pool))
-                )
+                claims = await self._store.claim(pool, self._router_instance, count, workers=roster.open_count)
             except StoreUnavailable:
                 self._note_store(away=True)
                 return False
@@ -164,18 +164,6 @@ class ClaimLoop:
         """Cut submits under way; a worker may have taken them: their lease runs out and a higher epoch decides."""
         await end_tasks(list(self._submits))
 
-    def _room(self, pool: Pool) -> int:
-        """Requests of one slot that the pool's workers would take now."""
-        now = self._clock.monotonic()
-        return sum(min(e.free(now)) for e in self._open_endpoints(pool) if e.reserved_for is None)
-
-    def _open_endpoints(self, pool: Pool) -> list[Endpoint]:
-        """Workers that take requests now, room aside."""
-        now = self._clock.monotonic()
-        endpoints = self._registry.endpoints(pool)
-        out = ejected(endpoints, now)
-        return [e for e in endpoints if e.instance not in out and is_routable(e, now) and not only_prefills(e)]
-
     def _waiting_suspects(self) -> int:
         """Held until a worker runs no other suspect: the rest must not wait for them."""
         return sum(held.needs.suspect for held in self._waiting)
@@ -195,22 +183,22 @@ class ClaimLoop:
     def _place(self) -> None:
         """Start a submit for every waiting claim that some worker has room for, the longest held first."""
         now = self._clock.monotonic()
-        for held in sorted(self._waiting, key=lambda held: held.since):
-            endpoints = self._registry.endpoints(held.pool)
-            endpoint = self._policy.choose(held.needs, endpoints, now, excluded=held.avoided(now))
+        waiting, self._waiting = sorted(self._waiting, key=lambda held: held.since), []
+        for held in waiting:
+            roster = self._registry.roster(held.pool)
+            endpoint = self._policy.choose(held.needs, roster, now, excluded=held.avoided(now))
             if endpoint is not None:
-                held.placing = self._disaggregation.decide(held.needs, endpoint, endpoints, now)
+                held.placing = self._disaggregation.decide(held.needs, endpoint, roster, now)
                 self._policy.placed(held.needs, endpoint, now, held.placing)
-                self._waiting.remove(held)
                 task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
                 self._submits[task] = (held, endpoint)
                 task.add_done_callback(self._submitted)
-            elif held.needs.suspect:
                 continue
-            elif now - held.since > RESERVE_AFTER_S and all(e.reserved_for != held.request_id for e in endpoints):
-                reserved = self._policy.reserve(held.needs, endpoints, now, excluded=held.excluded)
-                if reserved is not None:
-                    reserved.reserved_for = held.request_id
+            self._waiting.append(held)
+            if not held.needs.suspect and now - held.since > RESERVE_AFTER_S and not held.waits_for_room():
+                held.reserved = self._policy.reserve(held.needs, roster, now, excluded=held.excluded)
+                if held.reserved is not None:
+                    held.reserved.reserve(held.request_id)
 
     async def _submit(self, held: HeldClaim, endpoint: Endpoint) -> None:
         outcome = await self._dispatcher.submit(held, endpoint)
@@ -249,7 +237,7 @@ class ClaimLoop:
         now = self._clock.monotonic()
         closed: dict[Pool, list[HeldClaim]] = {}
         for held in self._waiting:
-            if self._redirects.closes(held, self._registry.endpoints(held.pool), now):
+            if self._redirects.closes(held, self._registry.roster(held.pool), now):
                 closed.setdefault(held.pool, []).append(held)
         for pool, claims in closed.items():
             with contextlib.suppress(StoreUnavailable):
@@ -279,16 +267,14 @@ class ClaimLoop:
             self._forget(held)
 
     def _forget(self, held: HeldClaim) -> None:
-        for endpoint in self._registry.endpoints(held.pool):
-            if endpoint.reserved_for == held.request_id:
-                endpoint.reserved_for = None
+        held.unreserve()
         span = self._spans.pop(held.claim.claim_id, None)
         if span is not None:
             span.end()
 
     async def _sleep(self) -> None:
         """Until a wake-up, or for as long as the state may change by time alone."""
-        settling = any(endpoint.settling() for endpoint in self._registry.endpoints())
+        settling = any(self._registry.roster(pool).settling for pool in self._registry.pools())
         period = VIEW_LAG_S if settling else HELD_PERIOD_S if self._waiting else IDLE_PERIOD_S
         sleeper = asyncio.ensure_future(self._clock.sleep(period))
         waker = asyncio.ensure_future(self._wake.wait())

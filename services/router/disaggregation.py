@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
 from typing import Final
 
 from services.router.endpoint import Endpoint, Needs, View
-from services.router.filters import ejected, has_adapter, is_routable, only_prefills, serves_version
+from services.router.filters import has_adapter, is_routable, serves_version
 from services.router.prefix_index import PrefixIndex
+from services.router.roster import Roster
 
 # Fewer uncached tokens than one prefill chunk: they share a step or two with the running answers.
 MIN_UNCACHED_TOKENS: Final = 256
@@ -51,8 +51,8 @@ class Disaggregation:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
-    def decide(self, needs: Needs, decoder: Endpoint, endpoints: Sequence[Endpoint], now: float) -> Placing:
-        """`endpoints` are all workers of the pool. Never names a peer that would make an idle decoder wait longer."""
+    def decide(self, needs: Needs, decoder: Endpoint, roster: Roster, now: float) -> Placing:
+        """`roster` is of the decoder's pool. Never names a peer that would make an idle decoder wait longer."""
         view = decoder.view
         if view is None or needs.whole_prompt:
             return Placing(Reason.WHOLE_PROMPT)
@@ -61,8 +61,8 @@ class Disaggregation:
         uncached = self._uncached(needs, decoder, view.block_size, now)
         if uncached < MIN_UNCACHED_TOKENS:
             return Placing(Reason.FEW_TOKENS)
-        out = ejected(endpoints, now)
-        peers = [e for e in endpoints if e.instance not in out and _can_serve(needs, e, view, now)]
+        roster.refresh(now)
+        peers = [peer for peer in roster.prefillers() if _can_serve(needs, peer, view, now)]
         if not peers:
             return Placing(Reason.NO_PEER)
         one_slot = dataclasses.replace(needs, slot_count=1)
@@ -97,7 +97,7 @@ def _can_serve(needs: Needs, peer: Endpoint, decoder: View, now: float) -> bool:
     if view is None or not is_routable(peer, now):
         return False
     same_shape = (view.block_size, view.kv_token_byte_count) == (decoder.block_size, decoder.kv_token_byte_count)
-    return same_shape and only_prefills(peer) and serves_version(needs, view) and has_adapter(needs, view)
+    return same_shape and serves_version(needs, view) and has_adapter(needs, view)
 
 
 def _queued_tokens(decoder: Endpoint, view: View) -> int:

@@ -74,7 +74,7 @@ _UNFIT_CODES: Final = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_
 @dataclasses.dataclass(slots=True, eq=False)
 class HeldClaim:
     """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time.
-    `placing` says who computes the prompt of the try under way."""
+    `placing` says who computes the prompt of the try under way, `reserved` whose next room it waits for."""
 
     pool: Pool
     claim: Claimed
@@ -85,6 +85,7 @@ class HeldClaim:
     resting: dict[str, float] = dataclasses.field(default_factory=dict)
     unfit_reason: str = ""
     placing: Placing | None = None
+    reserved: Endpoint | None = None
 
     @property
     def request_id(self) -> str:
@@ -94,8 +95,20 @@ class HeldClaim:
         """Leave this worker alone for a while, longer after each try."""
         self.resting[instance] = now + min(MAX_REST_S, REST_S * self.tries)
 
+    def waits_for_room(self) -> bool:
+        """The next room of some worker is kept for it."""
+        return self.reserved is not None and self.reserved.reserved_for == self.request_id
+
+    def unreserve(self) -> None:
+        """Nobody keeps room for it any more."""
+        if self.reserved is not None and self.waits_for_room():
+            self.reserved.reserve(None)
+        self.reserved = None
+
     def avoided(self, now: float) -> set[str]:
         """Workers not to be tried now."""
+        if not self.resting:
+            return self.excluded
         return self.excluded | {instance for instance, until in self.resting.items() if now < until}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2
@@ -107,7 +108,7 @@ class View:
         )
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Debit:
     """A submit that the view does not show yet."""
 
@@ -115,9 +116,6 @@ class _Debit:
     block_count: int
     token_count: int
     suspect: bool
-    replied_at: float = math.inf
-    # The number of the last view that cannot show it, where the worker said so; else time has to tell.
-    hidden_until: int | None = None
 
 
 class Endpoint:
@@ -127,9 +125,16 @@ class Endpoint:
         self.record = record
         self.view: View | None = None
         self.seen_at = -math.inf
+        # Called after each change but those by time alone.
+        self.on_change: Callable[[], object] = lambda: None
         # Request that gets the next room here, after it was held too long.
         self.reserved_for: str | None = None
         self._debits: dict[str, _Debit] = {}
+        # Debits that were replied to, in that order: when, and those whose worker said which view is the last that
+        # cannot show it.
+        self._replied: dict[str, float] = {}
+        self._numbered: dict[str, int] = {}
+        self._debited_slots = self._debited_blocks = self._debited_tokens = self._debited_suspects = 0
         self._full_since: float | None = None
         self._failures = 0
         self._retry_at = -math.inf
@@ -156,7 +161,12 @@ class Endpoint:
     @property
     def unseen_token_count(self) -> int:
         """Tokens to compute of requests that the view does not show yet."""
-        return sum(debit.token_count for debit in self._debits.values())
+        return self._debited_tokens
+
+    @property
+    def failing(self) -> bool:
+        """The last submits failed by its fault."""
+        return self._failures > 0
 
     def observe(self, view: View, now: float) -> None:
         """Take a Watch message."""
@@ -164,6 +174,17 @@ class Endpoint:
         self.seen_at = now
         self._full_since = None
         self._forget_shown(now)
+        self.on_change()
+
+    def unseen(self) -> None:
+        """Its Watch broke off: what it last said is not the present."""
+        self.view = None
+        self.on_change()
+
+    def reserve(self, request_id: str | None) -> None:
+        """Keep the next room for this request, or for nobody."""
+        self.reserved_for = request_id
+        self.on_change()
 
     def fresh(self, now: float) -> bool:
         """The view may be acted on."""
@@ -178,8 +199,8 @@ class Endpoint:
         if self.view is None or not self.fresh(now) or self._full_since is not None:
             return 0, 0
         self._forget_shown(now)
-        slots = self.view.free_slot_count - sum(debit.slot_count for debit in self._debits.values())
-        blocks = self.view.free_block_count - sum(debit.block_count for debit in self._debits.values())
+        slots = self.view.free_slot_count - self._debited_slots
+        blocks = self.view.free_block_count - self._debited_blocks
         return max(0, slots), max(0, blocks)
 
     def fits(self, needs: Needs, now: float) -> bool:
@@ -189,14 +210,14 @@ class Endpoint:
         slots, blocks = self.free(now)
         if self.view is None or slots == 0:
             return False
-        if needs.suspect and (self.view.suspect_count or any(debit.suspect for debit in self._debits.values())):
+        if needs.suspect and (self.view.suspect_count or self._debited_suspects):
             return False
         idle = self.view.in_flight_count == 0 and not self._debits
         return idle or (slots >= needs.slot_count and blocks >= needs.block_count(self.view.block_size))
 
     def settling(self) -> bool:
         """A debit goes by time alone: the view is newer than its reply."""
-        return any(d.hidden_until is None and d.replied_at <= self.seen_at for d in self._debits.values())
+        return next(iter(self._replied.values()), math.inf) <= self.seen_at
 
     # --- what submits do to it -----------------------------------------------------------------------------------
     def debit(self, needs: Needs, computed_token_count: int | None = None) -> None:
@@ -204,23 +225,25 @@ class Endpoint:
         block_size = self.view.block_size if self.view is not None else 1
         tokens = needs.token_count if computed_token_count is None else computed_token_count
         blocks = needs.block_count(block_size)
-        self._debits[needs.request_id] = _Debit(needs.slot_count, blocks, tokens, needs.suspect)
+        self._end_debit(needs.request_id)
+        debit = self._debits[needs.request_id] = _Debit(needs.slot_count, blocks, tokens, needs.suspect)
+        self._add(debit, 1)
         if self.reserved_for == needs.request_id:
             self.reserved_for = None
+        self.on_change()
 
     def accepted(self, request_id: str, now: float, watch_sequence: int | None = None) -> None:
         """The worker took it, after the view of that number: the debit stands until a later view shows it."""
         self._failures = 0
-        if request_id in self._debits:
-            self._debits[request_id].replied_at = now
-            self._debits[request_id].hidden_until = watch_sequence
+        self._reply(request_id, now, watch_sequence)
 
     def refused(self, request_id: str, now: float, *, full: bool) -> None:
         """A typed refusal is no guilt; `full` distrusts the view until the next one."""
         self._failures = 0
-        self._debits.pop(request_id, None)
+        self._end_debit(request_id)
         if full:
             self._full_since = now
+        self.on_change()
 
     def failed(self, request_id: str, now: float, *, guilty: bool) -> None:
         """No answer: a guilty worker is ejected with a growing backoff. It may have the request: the debit stands."""
@@ -228,23 +251,46 @@ class Endpoint:
             self._failures += 1
             shortest, longest = _BACKOFF_S
             self._retry_at = now + min(longest, shortest * 2 ** min(self._failures - 1, 10))
-        if request_id in self._debits:
-            self._debits[request_id].replied_at = now
+        self._reply(request_id, now)
 
     def named(self, request_id: str, now: float) -> None:
         """The decoding worker was told to ask here for a prompt: the debit stands until a later view shows it."""
-        if request_id in self._debits:
-            self._debits[request_id].replied_at = now
+        self._reply(request_id, now)
 
     def unnamed(self, request_id: str) -> None:
         """Nobody will ask here; that says nothing about this worker."""
-        self._debits.pop(request_id, None)
+        self._end_debit(request_id)
+        self.on_change()
+
+    def _reply(self, request_id: str, now: float, watch_sequence: int | None = None) -> None:
+        self._forget_reply(request_id)
+        if request_id in self._debits:
+            if watch_sequence is None:
+                self._replied[request_id] = now
+            else:
+                self._numbered[request_id] = watch_sequence
+        self.on_change()
 
     def _forget_shown(self, now: float) -> None:
-        for request_id in [i for i, debit in self._debits.items() if self._is_shown(debit, now)]:
-            del self._debits[request_id]
+        last_shown = min(self.seen_at, now - VIEW_LAG_S)
+        while self._replied and next(iter(self._replied.values())) <= last_shown:
+            self._end_debit(next(iter(self._replied)))
+        number = self.view.sequence if self.view is not None else 0
+        while self._numbered and next(iter(self._numbered.values())) < number:
+            self._end_debit(next(iter(self._numbered)))
 
-    def _is_shown(self, debit: _Debit, now: float) -> bool:
-        if debit.hidden_until is not None:
-            return self.view is not None and self.view.sequence > debit.hidden_until
-        return debit.replied_at <= self.seen_at and debit.replied_at <= now - VIEW_LAG_S
+    def _end_debit(self, request_id: str) -> None:
+        self._forget_reply(request_id)
+        debit = self._debits.pop(request_id, None)
+        if debit is not None:
+            self._add(debit, -1)
+
+    def _forget_reply(self, request_id: str) -> None:
+        self._replied.pop(request_id, None)
+        self._numbered.pop(request_id, None)
+
+    def _add(self, debit: _Debit, times: int) -> None:
+        self._debited_slots += times * debit.slot_count
+        self._debited_blocks += times * debit.block_count
+        self._debited_tokens += times * debit.token_count
+        self._debited_suspects += times * debit.suspect

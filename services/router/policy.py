@@ -1,24 +1,31 @@
 """Where a request goes: filters, then the best score; of those as good, the less loaded of two drawn at random.
 
-Pure but for the handed-in randomness. In a large pool a sample stands for all, the likely holders of the prefix always
-among it, so that a choice costs the same for 32 workers and for 1,000. Called by the claim loop.
+Pure but for the handed-in randomness. Only holders of the prompt's prefix are scored, a sample of them where there are
+many; of the rest the freest has the best score, so that a choice costs the same for 32 workers and for 1,000. Called by
+the claim loop.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import operator
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from services.router.disaggregation import Placing
 from services.router.endpoint import Endpoint, Needs
-from services.router.filters import ejected, eligible
+from services.router.filters import eligible
 from services.router.prefix_index import PrefixIndex
-from services.router.scorers import PrefixAffinity, score
+from services.router.roster import Rank, Roster
+from services.router.scorers import PoolLoad, PrefixAffinity, load_score, with_affinity
 
 # Scores this close are a tie: views are milliseconds old, and other routers choose by them too.
 TIE = 0.02
 SAMPLE = 32
+# Draws of a tie before the best is taken where some of those drawn do not fit.
+_DRAWS = 4
+_Scored = tuple[float, Endpoint]
 
 
 class RoutingPolicy:
@@ -29,26 +36,33 @@ class RoutingPolicy:
         self._rng = rng
         self._index = index if index is not None else PrefixIndex()
 
-    def choose(
-        self, needs: Needs, endpoints: Sequence[Endpoint], now: float, *, excluded: Collection[str] = ()
-    ) -> Endpoint | None:
+    def choose(self, needs: Needs, roster: Roster, now: float, *, excluded: Collection[str] = ()) -> Endpoint | None:
         """The best endpoint that has room now, or None."""
-        out = {*excluded, *ejected(endpoints, now)}
-        for drawn, holders in self._rounds(needs, endpoints, now):
-            serving = [e for e in drawn if e.instance not in out and eligible(needs, e, now)]
-            likely = [e for e in holders if e.instance not in out and eligible(needs, e, now)]
-            best = self._best(needs, serving, [e for e in (*serving, *likely) if e.fits(needs, now)], now)
-            if best is not None:
-                return best
-        return None
+        roster.refresh(now)
 
-    def reserve(
-        self, needs: Needs, endpoints: Sequence[Endpoint], now: float, *, excluded: Collection[str] = ()
-    ) -> Endpoint | None:
+        def able(endpoint: Endpoint) -> bool:
+            return endpoint.instance not in excluded and eligible(needs, endpoint, now) and endpoint.fits(needs, now)
+
+        order = roster.order(needs)
+        if needs.suspect:
+            # Where its death harms the fewest.
+            return min((e for _, _, e in order if able(e)), key=_load, default=None)
+        holders = self._holders(needs, roster, now)
+        held = next(((value, e) for value, e in holders if able(e)), None)
+        free = next(((-minus, e) for minus, _, e in order if able(e)), None)
+        best = max((each for each in (held, free) if each is not None), key=operator.itemgetter(0), default=None)
+        return self._draw(best, holders, order, able) if best is not None else None
+
+    def reserve(self, needs: Needs, roster: Roster, now: float, *, excluded: Collection[str] = ()) -> Endpoint | None:
         """The best endpoint whose next room this request may wait for, or None."""
-        out = {*excluded, *ejected(endpoints, now)}
-        serving = [e for e in endpoints if e.instance not in out and eligible(needs, e, now)]
-        return self._best(needs, serving, [e for e in serving if e.reserved_for is None], now)
+        roster.refresh(now)
+        serving = [e for e in roster.open() if e.instance not in excluded and eligible(needs, e, now)]
+        unreserved = [e for e in serving if e.reserved_for is None]
+        if needs.suspect:
+            return min(unreserved, key=_load, default=None)
+        affinity = PrefixAffinity(self._index, PoolLoad.of(serving))
+        scored = [(with_affinity(load_score(e, now), affinity(needs, e, now)), e) for e in unreserved]
+        return max(scored, key=operator.itemgetter(0))[1] if scored else None
 
     def placed(self, needs: Needs, endpoint: Endpoint, now: float, placing: Placing | None = None) -> None:
         """The request is on its way there: it takes room, and the next of its prefix may follow. A peer that
@@ -60,29 +74,34 @@ class RoutingPolicy:
         endpoint.debit(needs, 0 if peer is not None else None)
         self._index.sent(endpoint.instance, needs.block_hashes, now)
 
-    def _rounds(
-        self, needs: Needs, endpoints: Sequence[Endpoint], now: float
-    ) -> Iterator[tuple[Sequence[Endpoint], Sequence[Endpoint]]]:
-        """A sample and the likely holders outside it, then all: a full sample says nothing about the rest."""
-        if len(endpoints) > SAMPLE:
-            drawn = self._rng.sample(endpoints, SAMPLE)
-            holders = [e for e in endpoints if self._index.leading(e.instance, needs.block_hashes[:1], now)]
-            if len(holders) > SAMPLE:
-                holders = self._rng.sample(holders, SAMPLE)
-            yield drawn, [e for e in holders if e not in drawn]
-        yield endpoints, ()
+    def _holders(self, needs: Needs, roster: Roster, now: float) -> list[_Scored]:
+        """Workers with room that have the start of the prompt, the best first."""
+        if not needs.block_hashes:
+            return []
+        holders = self._index.holders(needs.block_hashes[0], now)
+        ranks = [rank for rank in map(roster.rank, holders) if rank is not None]
+        if len(ranks) > SAMPLE:
+            ranks = self._rng.sample(ranks, SAMPLE)
+        affinity = PrefixAffinity(self._index, roster.load(needs))
+        scored = [(with_affinity(-minus, affinity(needs, e, now)), e) for minus, _, e in ranks]
+        return sorted(scored, key=operator.itemgetter(0), reverse=True)
 
-    def _best(
-        self, needs: Needs, serving: Sequence[Endpoint], candidates: Sequence[Endpoint], now: float
-    ) -> Endpoint | None:
-        if not candidates:
-            return None
-        if needs.suspect:
-            # Where its death harms the fewest.
-            return min(candidates, key=lambda e: (e.load, e.token_load))
-        affinity = PrefixAffinity(self._index, serving)
-        scored = [(score(needs, e, now, affinity), e) for e in candidates]
-        best = max(value for value, _ in scored)
-        near = [e for value, e in scored if value >= best - TIE]
-        drawn = near if len(near) == 1 else self._rng.sample(near, 2)
-        return min(drawn, key=lambda e: (e.load, e.token_load))
+    def _draw(
+        self, best: _Scored, holders: Sequence[_Scored], order: list[Rank], able: Callable[[Endpoint], bool]
+    ) -> Endpoint:
+        """The less loaded of two that are as good as the best."""
+        least = best[0] - TIE
+        near = [e for value, e in holders if value >= least]
+        count = len(near) + bisect.bisect_right(order, -least, key=operator.itemgetter(0))
+        drawn: list[Endpoint] = []
+        for index in self._rng.sample(range(count), min(count, _DRAWS)):
+            endpoint = near[index] if index < len(near) else order[index - len(near)][2]
+            if endpoint not in drawn and able(endpoint):
+                drawn.append(endpoint)
+            if len(drawn) == 2:
+                break
+        return min(drawn or [best[1]], key=_load)
+
+
+def _load(endpoint: Endpoint) -> tuple[int, int]:
+    return endpoint.load, endpoint.token_load

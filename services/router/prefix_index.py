@@ -57,6 +57,11 @@ class PrefixIndex:
         for block in [block for block, workers in self._sent.items() if instance in workers]:
             self._unsend(block, instance)
 
+    def holders(self, block: int, now: float) -> list[str]:
+        """Workers that have this block."""
+        reported = [instance for instance, held in self._reported.items() if block in held]
+        return reported + [i for i in self._sent.get(block, ()) if i not in reported and self._has(i, block, now)]
+
     def leading(self, instance: str, block_hashes: Sequence[int], now: float) -> int:
         """How many of the first blocks the worker has, by bisection: hashes are chained and ends evicted first."""
         low, high = 0, len(block_hashes)

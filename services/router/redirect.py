@@ -6,12 +6,13 @@ gateway chooses and tokenises again. Work that has produced tokens is never move
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from services.common.routes import RouteTable, Target
 from services.router.dispatcher import HeldClaim
-from services.router.endpoint import Endpoint, Needs, View
+from services.router.endpoint import Needs, View
 from services.router.filters import is_routable
+from services.router.roster import Roster
 
 # A version without a worker may only have restarted one.
 PATIENCE_S = 2.0
@@ -23,7 +24,7 @@ class Redirect:
     def __init__(self, routes: Callable[[], RouteTable]) -> None:
         self._routes = routes
 
-    def closes(self, held: HeldClaim, endpoints: Sequence[Endpoint], now: float) -> bool:
+    def closes(self, held: HeldClaim, roster: Roster, now: float) -> bool:
         """True when the claim cannot run as it is. Re-targets its entry where that is possible."""
         entry, routes = held.claim.entry, self._routes()
         own = Target(entry.model.model, entry.model.version)
@@ -32,7 +33,7 @@ class Redirect:
             return False
         served = {
             Target(e.view.model.model, e.view.model.version): e.view
-            for e in endpoints
+            for e in roster.endpoints
             if e.view is not None and is_routable(e, now)
         }
         if entry.prefix:

@@ -24,10 +24,12 @@ from services.common.lifecycle import end_tasks
 from services.router.cache_watch import CacheWatch
 from services.router.endpoint import Endpoint, View
 from services.router.prefix_index import PrefixIndex
+from services.router.roster import Roster
 
 DISCOVERY_PERIOD_S = 1.0
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 2.0
+_NOBODY = Roster()
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,16 +57,22 @@ class EndpointRegistry:
         self._clock = clock
         self._on_change = on_change
         self._links: dict[str, _Link] = {}
+        self._rosters: dict[Pool, Roster] = {}
         self.prefixes = PrefixIndex()
 
     def endpoints(self, pool: Pool | None = None) -> list[Endpoint]:
         """All endpoints, or those of one pool."""
-        found = [link.endpoint for link in self._links.values()]
-        return found if pool is None else [endpoint for endpoint in found if endpoint.pool == pool]
+        if pool is None:
+            return [link.endpoint for link in self._links.values()]
+        return self._rosters[pool].endpoints if pool in self._rosters else []
+
+    def roster(self, pool: Pool) -> Roster:
+        """The workers of a pool by how free they are; without any where none is known."""
+        return self._rosters.get(pool, _NOBODY)
 
     def pools(self) -> list[Pool]:
         """Pools that some known worker serves."""
-        return list(dict.fromkeys(endpoint.pool for endpoint in self.endpoints()))
+        return list(self._rosters)
 
     def stub(self, instance: str) -> worker_service_pb2_grpc.WorkerServiceAsyncStub | None:
         """The stub of a worker, or None when it has left."""
@@ -104,10 +112,15 @@ class EndpointRegistry:
             asyncio.create_task(cache.run(), name=f"cache-{record.instance}"),
         )
         self._links[record.instance] = _Link(endpoint, channel, stub, tasks)
+        self._rosters.setdefault(record.pool, Roster()).add(endpoint)
         structlog.get_logger().info("worker_found", worker=record.instance, address=record.address)
 
     async def _drop(self, instance: str) -> None:
         link = self._links.pop(instance)
+        roster = self._rosters[link.endpoint.pool]
+        roster.remove(link.endpoint)
+        if not roster.endpoints:
+            del self._rosters[link.endpoint.pool]
         await end_tasks(link.tasks)
         await link.channel.close()
         self.prefixes.forget(instance)
@@ -129,6 +142,6 @@ class EndpointRegistry:
             except grpc.aio.AioRpcError as error:
                 structlog.get_logger().info("watch_broken", worker=endpoint.instance, code=error.code().name)
             # What a broken stream last said is not the present: a dead worker's room must not be filled.
-            endpoint.view = None
+            endpoint.unseen()
             await self._clock.sleep(backoff)
             backoff = min(_LONGEST_BACKOFF_S, backoff * 2)

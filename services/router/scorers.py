@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from services.router.endpoint import Endpoint, Needs
 from services.router.prefix_index import PrefixIndex
 
-Scorer = Callable[[Needs, Endpoint, float], float]
+LoadScorer = Callable[[Endpoint, float], float]
 _BACKLOG_HALF_TOKENS = 2_048
 # Affinity yields on a worker that would have more than this many times the mean of the pool …
 YIELD_FACTOR = 1.25
@@ -17,27 +18,41 @@ _YIELD_REQUESTS = 2
 _YIELD_TOKENS = 4_096
 
 
-def least_loaded(needs: Needs, endpoint: Endpoint, now: float) -> float:
+def least_loaded(endpoint: Endpoint, now: float) -> float:
     """Share of the batch that is free, submits under way counted as load."""
     slots, _ = endpoint.free(now)
     load = endpoint.load
     return slots / (slots + load) if slots + load else 0.0
 
 
-def short_backlog(needs: Needs, endpoint: Endpoint, now: float) -> float:
+def short_backlog(endpoint: Endpoint, now: float) -> float:
     """1 with nothing left to compute, 0.5 at 2,048 tokens."""
     return _BACKLOG_HALF_TOKENS / (_BACKLOG_HALF_TOKENS + endpoint.token_load)
 
 
-class PrefixAffinity:
-    """Share of the prompt's leading blocks that a worker has; 0 on one that is loaded above the mean of `pool`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """Of all workers that serve such requests, with room or without: how many, their requests and their tokens."""
 
-    def __init__(self, index: PrefixIndex, pool: Sequence[Endpoint]) -> None:
-        """`pool` are all workers that serve such requests, with room or without."""
+    count: int
+    requests: int
+    tokens: int
+
+    @classmethod
+    def of(cls, pool: Iterable[Endpoint]) -> PoolLoad:
+        """Of these workers."""
+        loads = [(endpoint.load, endpoint.token_load) for endpoint in pool]
+        return cls(len(loads), sum(load for load, _ in loads), sum(tokens for _, tokens in loads))
+
+
+class PrefixAffinity:
+    """Share of the prompt's leading blocks that a worker has; 0 on one that is loaded above the mean of its pool."""
+
+    def __init__(self, index: PrefixIndex, pool: PoolLoad) -> None:
         self._index = index
-        count = max(1, len(pool))
-        self._most_requests = max(_YIELD_REQUESTS, YIELD_FACTOR * (sum(e.load for e in pool) + 1) / count)
-        self._most_tokens = max(_YIELD_TOKENS, YIELD_FACTOR * sum(e.token_load for e in pool) / count)
+        count = max(1, pool.count)
+        self._most_requests = max(_YIELD_REQUESTS, YIELD_FACTOR * (pool.requests + 1) / count)
+        self._most_tokens = max(_YIELD_TOKENS, YIELD_FACTOR * pool.tokens / count)
 
     def __call__(self, needs: Needs, endpoint: Endpoint, now: float) -> float:
         if not needs.block_hashes or self.yields(endpoint):
@@ -49,11 +64,16 @@ class PrefixAffinity:
         return endpoint.load + 1 > self._most_requests or endpoint.token_load > self._most_tokens
 
 
-LOAD_SCORERS: Final[tuple[tuple[Scorer, float], ...]] = ((least_loaded, 1.0), (short_backlog, 0.5))
+LOAD_SCORERS: Final[tuple[tuple[LoadScorer, float], ...]] = ((least_loaded, 1.0), (short_backlog, 0.5))
 AFFINITY_WEIGHT: Final = 2.0
+_WEIGHTS: Final = AFFINITY_WEIGHT + sum(weight for _, weight in LOAD_SCORERS)
 
 
-def score(needs: Needs, endpoint: Endpoint, now: float, affinity: Scorer) -> float:
-    """Weighted mean of the scorers."""
-    scorers = (*LOAD_SCORERS, (affinity, AFFINITY_WEIGHT))
-    return sum(weight * scorer(needs, endpoint, now) for scorer, weight in scorers) / sum(w for _, w in scorers)
+def load_score(endpoint: Endpoint, now: float) -> float:
+    """What the endpoint scores with nothing of a prompt cached."""
+    return sum(weight * scorer(endpoint, now) for scorer, weight in LOAD_SCORERS) / _WEIGHTS
+
+
+def with_affinity(load: float, affinity: float) -> float:
+    """Weighted mean of all scorers: `load` is a load score, `affinity` the share of a prompt that is cached."""
+    return load + AFFINITY_WEIGHT * affinity / _WEIGHTS

@@ -61,7 +61,9 @@ class RouterApp:
         policy = RoutingPolicy(rng, self.registry.prefixes)
         self.routes = routes
         redirects = Redirect(lambda: self.routes.table)
-        self.claims = ClaimLoop(store, self.registry, self._dispatcher, policy, redirects, clock, router_instance=instance)
+        self.claims = ClaimLoop(
+            store, self.registry, self._dispatcher, policy, redirects, clock, router_instance=instance
+        )
         self._clock = clock
         self.reaper = Reaper(store, self.registry, clock)
         self._service = RouterService(

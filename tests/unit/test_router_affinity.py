@@ -9,7 +9,8 @@ from collections import Counter, deque
 from services.router.endpoint import Needs
 from services.router.policy import SAMPLE, RoutingPolicy
 from services.router.prefix_index import UNREPORTED_S, PrefixIndex
-from services.router.scorers import PrefixAffinity
+from services.router.roster import Roster
+from services.router.scorers import PoolLoad, PrefixAffinity
 from tests.unit.test_router_policy import make_endpoint, make_view, needs
 
 PREFIX = tuple(range(100, 110))
@@ -81,7 +82,7 @@ def test_the_score_is_the_share_of_leading_blocks() -> None:
     endpoint = make_endpoint()
     index.sent("worker-1", PREFIX[:5], 0.0)
 
-    affinity = PrefixAffinity(index, [endpoint])
+    affinity = PrefixAffinity(index, PoolLoad.of([endpoint]))
 
     assert affinity(asking("r1", *PREFIX), endpoint, 0.0) == 0.5
     assert affinity(asking("r2", *PREFIX[:5]), endpoint, 0.0) == 1.0
@@ -91,11 +92,11 @@ def test_the_score_is_the_share_of_leading_blocks() -> None:
 def test_a_prefix_goes_where_it_was_sent_before_though_another_is_idle() -> None:
     policy = RoutingPolicy(random.Random(1))
     endpoints = [make_endpoint(f"worker-{i}", view=make_view(slots=8)) for i in range(4)]
-    first = policy.choose(asking("r1", *PREFIX), endpoints, 0.0)
+    first = policy.choose(asking("r1", *PREFIX), Roster(endpoints), 0.0)
     assert first is not None
     policy.placed(asking("r1", *PREFIX), first, 0.0)
 
-    assert policy.choose(asking("r2", *PREFIX), endpoints, 0.0) is first
+    assert policy.choose(asking("r2", *PREFIX), Roster(endpoints), 0.0) is first
 
 
 def test_a_miss_goes_to_the_least_loaded_and_not_to_the_emptiest_cache() -> None:
@@ -105,7 +106,7 @@ def test_a_miss_goes_to_the_least_loaded_and_not_to_the_emptiest_cache() -> None
     idle_and_full = make_endpoint("idle", view=make_view(slots=8))
     index.replace("idle", range(1_000))
 
-    assert policy.choose(asking("r1", 5_000), [busy_and_empty, idle_and_full], 0.0) is idle_and_full
+    assert policy.choose(asking("r1", 5_000), Roster([busy_and_empty, idle_and_full]), 0.0) is idle_and_full
 
 
 def test_affinity_yields_to_the_backlog_of_tokens_as_well() -> None:
@@ -115,7 +116,7 @@ def test_affinity_yields_to_the_backlog_of_tokens_as_well() -> None:
     other = make_endpoint("other", view=make_view(slots=8, backlog=100))
     index.replace("holder", PREFIX)
 
-    assert policy.choose(asking("r1", *PREFIX), [holder, other], 0.0) is other
+    assert policy.choose(asking("r1", *PREFIX), Roster([holder, other]), 0.0) is other
 
 
 def test_no_worker_gets_more_than_half_above_the_mean_however_skewed_the_prefixes_are() -> None:
@@ -135,7 +136,7 @@ def test_no_worker_gets_more_than_half_above_the_mean_however_skewed_the_prefixe
             endpoint.observe(make_view(slots=64 - count, in_flight=count, backlog=100 * count), now)
             endpoint.free(now)
         request = asking(f"r{tick}", *(PREFIX if rng.random() < 0.9 else (tick,)))
-        chosen = policy.choose(request, endpoints, now)
+        chosen = policy.choose(request, Roster(endpoints), now)
         assert chosen is not None
         policy.placed(request, chosen, now)
         chosen.accepted(request.request_id, now - 0.03)
@@ -153,9 +154,9 @@ def test_in_a_large_pool_a_holder_outside_the_sample_is_found_and_room_anywhere_
     endpoints = [make_endpoint(f"worker-{i}", view=make_view(slots=8)) for i in range(4 * SAMPLE)]
     index.replace("worker-77", PREFIX)
 
-    chosen = {policy.choose(asking("r1", *PREFIX), endpoints, 0.0) for _ in range(20)}
+    chosen = {policy.choose(asking("r1", *PREFIX), Roster(endpoints), 0.0) for _ in range(20)}
     assert chosen == {endpoints[77]}
 
     for endpoint in endpoints[:-1]:
         endpoint.observe(make_view(slots=0, in_flight=8), 0.0)
-    assert {policy.choose(needs(), endpoints, 0.0) for _ in range(20)} == {endpoints[-1]}
+    assert {policy.choose(needs(), Roster(endpoints), 0.0) for _ in range(20)} == {endpoints[-1]}

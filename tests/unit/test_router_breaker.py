@@ -15,6 +15,7 @@ from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
 from services.router.endpoint import Endpoint
 from services.router.filters import ejected
 from services.router.policy import RoutingPolicy
+from services.router.roster import Roster
 from tests.helpers.admission import POOL, make_entry
 from tests.helpers.fake_clock import FakeClock
 from tests.unit.test_router_policy import make_endpoint, make_view, needs
@@ -91,8 +92,8 @@ def test_at_most_half_of_a_pool_is_ejected_and_beyond_that_all_are_tried() -> No
     policy = RoutingPolicy(random.Random(1))
     half, most = failing(2, of=4), failing(3, of=4)
 
-    assert {policy.choose(needs(), half, 0.2) for _ in range(60)} == set(half[2:])
-    assert {policy.choose(needs(), most, 0.2) for _ in range(200)} == set(most)
+    assert {policy.choose(needs(), Roster(half), 0.2) for _ in range(60)} == set(half[2:])
+    assert {policy.choose(needs(), Roster(most), 0.2) for _ in range(200)} == set(most)
 
 
 def test_workers_that_are_silent_do_not_count_as_the_half_that_is_left() -> None:
@@ -111,7 +112,7 @@ def test_an_ejected_worker_gets_one_probe_and_all_again_after_its_success() -> N
     assert ejected(endpoints, 0.4) == {"worker-0"}
     assert ejected(endpoints, 0.6) == frozenset()
     endpoints[0].debit(needs("probe"))
-    assert {policy.choose(needs(), endpoints, 0.6) for _ in range(20)} == {endpoints[1]}
+    assert {policy.choose(needs(), Roster(endpoints), 0.6) for _ in range(20)} == {endpoints[1]}
     endpoints[0].accepted("probe", 0.6)
     assert ejected(endpoints, 0.6) == frozenset()
 
@@ -133,5 +134,5 @@ def test_a_worker_whose_load_is_not_known_is_not_taken_for_idle() -> None:
         make_endpoint("busy", view=make_view(slots=1, in_flight=9), now=3.5),
     )
 
-    assert policy.choose(needs(), [silent, busy], 3.5) is busy
-    assert policy.choose(needs(), [silent], 3.5) is None
+    assert policy.choose(needs(), Roster([silent, busy]), 3.5) is busy
+    assert policy.choose(needs(), Roster([silent]), 3.5) is None

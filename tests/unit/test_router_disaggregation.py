@@ -16,6 +16,7 @@ from services.router.endpoint import Endpoint, Needs
 from services.router.filters import ejected
 from services.router.policy import RoutingPolicy
 from services.router.prefix_index import PrefixIndex
+from services.router.roster import Roster
 from tests.helpers.admission import make_entry
 from tests.unit.test_router_policy import make_endpoint, make_view
 
@@ -41,7 +42,7 @@ def long_prompt(tokens: int = 1_200) -> Needs:
 def decide(
     needs: Needs, at: Endpoint, *others: Endpoint, index: PrefixIndex | None = None, now: float = 0.0
 ) -> Placing:
-    return Disaggregation(index if index is not None else PrefixIndex()).decide(needs, at, [at, *others], now)
+    return Disaggregation(index if index is not None else PrefixIndex()).decide(needs, at, Roster((at, *others)), now)
 
 
 def test_a_long_prompt_spares_the_answers_that_run() -> None:

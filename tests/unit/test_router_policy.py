@@ -13,7 +13,8 @@ from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs, View
 from services.router.filters import eligible
 from services.router.policy import RoutingPolicy
 from services.router.prefix_index import PrefixIndex
-from services.router.scorers import LOAD_SCORERS, PrefixAffinity
+from services.router.roster import Roster
+from services.router.scorers import LOAD_SCORERS, PoolLoad, PrefixAffinity
 from tests.helpers.admission import POOL, make_entry
 
 
@@ -62,8 +63,9 @@ def needs(
     prompt: int = 10,
     gateway: str = "gateway-1",
     lost: tuple[str, ...] = (),
+    version: str = "1",
 ) -> Needs:
-    entry = make_entry(request_id, prompt=prompt, gateway=gateway)
+    entry = make_entry(request_id, prompt=prompt, gateway=gateway, version=version)
     entry.lost_workers.extend(lost)
     entry.sampling.choice_count = choices
     return Needs.of(entry)
@@ -201,8 +203,9 @@ def test_scores_are_between_zero_and_one() -> None:
 
     for view in views:
         endpoint = make_endpoint(view=view)
-        for scorer in (*(scorer for scorer, _ in LOAD_SCORERS), PrefixAffinity(PrefixIndex(), [endpoint])):
-            assert 0.0 <= scorer(needs(), endpoint, 0.0) <= 1.0
+        scores = [scorer(endpoint, 0.0) for scorer, _ in LOAD_SCORERS]
+        scores.append(PrefixAffinity(PrefixIndex(), PoolLoad.of([endpoint]))(needs(), endpoint, 0.0))
+        assert all(0.0 <= score <= 1.0 for score in scores)
 
 
 def test_the_least_loaded_worker_is_chosen_and_ties_are_spread() -> None:
@@ -210,27 +213,27 @@ def test_the_least_loaded_worker_is_chosen_and_ties_are_spread() -> None:
     busy = make_endpoint("busy", view=make_view(slots=1, in_flight=3))
     free = [make_endpoint(f"free-{i}") for i in range(3)]
 
-    chosen = {e.instance for _ in range(50) if (e := policy.choose(needs(), [busy, *free], 0.0)) is not None}
+    chosen = {e.instance for _ in range(50) if (e := policy.choose(needs(), Roster([busy, *free]), 0.0)) is not None}
 
     assert chosen == {"free-0", "free-1", "free-2"}
-    assert policy.choose(needs(), [busy, *free], 0.0, excluded=chosen) is busy
-    assert policy.choose(needs(), [], 0.0) is None
+    assert policy.choose(needs(), Roster([busy, *free]), 0.0, excluded=chosen) is busy
+    assert policy.choose(needs(), Roster([]), 0.0) is None
 
 
 def test_a_reserved_worker_is_kept_for_the_request_that_waits() -> None:
     policy = RoutingPolicy(random.Random(1))
     endpoint = make_endpoint(view=make_view(slots=1, in_flight=3))
     large = needs("large", choices=2)
-    assert policy.choose(large, [endpoint], 0.0) is None
+    assert policy.choose(large, Roster([endpoint]), 0.0) is None
 
-    reserved = policy.reserve(large, [endpoint], 0.0)
+    reserved = policy.reserve(large, Roster([endpoint]), 0.0)
     assert reserved is endpoint
     endpoint.reserved_for = "large"
 
-    assert policy.choose(needs("small"), [endpoint], 0.0) is None
-    assert policy.reserve(needs("other"), [endpoint], 0.0) is None
+    assert policy.choose(needs("small"), Roster([endpoint]), 0.0) is None
+    assert policy.reserve(needs("other"), Roster([endpoint]), 0.0) is None
     endpoint.observe(make_view(slots=2, in_flight=2), 0.1)
-    assert policy.choose(large, [endpoint], 0.1) is endpoint
+    assert policy.choose(large, Roster([endpoint]), 0.1) is endpoint
     endpoint.debit(large)
     assert endpoint.reserved_for is None
 
@@ -245,13 +248,13 @@ def test_suspects_run_one_a_worker_where_the_fewest_run_and_others_beside_them()
     endpoints = [busy, idle, taken]
     suspects = [needs(f"s{i}", lost=("a", "b")) for i in range(3)]
 
-    first = policy.choose(suspects[0], endpoints, 0.0)
+    first = policy.choose(suspects[0], Roster(endpoints), 0.0)
     assert first is idle
     policy.placed(suspects[0], first, 0.0)
-    second = policy.choose(suspects[1], endpoints, 0.0)
+    second = policy.choose(suspects[1], Roster(endpoints), 0.0)
     assert second is busy
     policy.placed(suspects[1], second, 0.0)
 
-    assert policy.choose(suspects[2], endpoints, 0.0) is None
-    assert policy.choose(needs("fresh"), endpoints, 0.0) is not None
-    assert policy.choose(needs("once", lost=("a",)), [taken], 0.0) is taken
+    assert policy.choose(suspects[2], Roster(endpoints), 0.0) is None
+    assert policy.choose(needs("fresh"), Roster(endpoints), 0.0) is not None
+    assert policy.choose(needs("once", lost=("a",)), Roster([taken]), 0.0) is taken

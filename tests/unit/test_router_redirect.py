@@ -10,6 +10,7 @@ from services.common.routes import Route, RouteTable, Target, WeightedTarget
 from services.router.dispatcher import HeldClaim
 from services.router.endpoint import Endpoint, Needs, View
 from services.router.redirect import PATIENCE_S, Redirect
+from services.router.roster import Roster
 from tests.helpers.admission import make_entry
 from tests.helpers.fake_worker import FakeWorker
 
@@ -43,7 +44,7 @@ def table(*, withdrawn: bool = True, routed: bool = True) -> RouteTable:
 
 
 def closes(claim: HeldClaim, routes: RouteTable, *endpoints: Endpoint, now: float = 0.0) -> bool:
-    return Redirect(lambda: routes).closes(claim, endpoints, now)
+    return Redirect(lambda: routes).closes(claim, Roster(endpoints), now)
 
 
 def model_of(claim: HeldClaim) -> tuple[str, str, bytes]:
