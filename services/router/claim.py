@@ -16,17 +16,18 @@ from services.common.admission_store import BATCH, CLAIM_LEASE_MS, AdmissionStor
 from services.common.admission_types import Claimed, Pool
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
-from services.common.lifecycle import end_tasks
 from services.common.telemetry import context_from, tracer
 from services.router.disaggregation import Disaggregation
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
-from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
+from services.router.endpoint import VIEW_LAG_S, Needs
 from services.router.filters import only_prefills
 from services.router.policy import RoutingPolicy
 from services.router.redirect import Redirect
 from services.router.registry import EndpointRegistry
 
 MAX_HELD = BATCH
+# Submits that wait for an answer, beside those held: room for as many was seen.
+MAX_SUBMITS = 4 * BATCH
 RESERVE_AFTER_S = 2.0
 IDLE_PERIOD_S = 1.0
 HELD_PERIOD_S = 0.1
@@ -57,7 +58,9 @@ class ClaimLoop:
         self._clock = clock
         self._router_instance = router_instance
         self._waiting: list[HeldClaim] = []
-        self._submits: dict[asyncio.Task[None], tuple[HeldClaim, Endpoint]] = {}
+        self._submits: set[HeldClaim] = set()
+        self._late: list[HeldClaim] = []
+        self._answered = asyncio.Event()
         self._spans: dict[str, trace.Span] = {}
         self._wake = asyncio.Event()
         self._away = False
@@ -87,6 +90,7 @@ class ClaimLoop:
 
     async def step(self) -> bool:
         """Place what is held, then claim for the room that is left. True when another step may find more at once."""
+        await self._end_unfit()
         await self._give_back_late()
         await self._redirect()
         self._place()
@@ -94,7 +98,8 @@ class ClaimLoop:
         for pool in self._registry.pools() if not self.draining else ():
             roster = self._registry.roster(pool)
             roster.refresh(self._clock.monotonic())
-            count = min(roster.room, MAX_HELD - self.held_count + self._waiting_suspects())
+            held_count = len(self._waiting) - self._waiting_suspects()
+            count = min(roster.room, MAX_HELD - held_count, MAX_SUBMITS - len(self._submits))
             if count <= 0:
                 continue
             try:
@@ -136,7 +141,7 @@ class ClaimLoop:
         """One round of renewal. Raises StoreUnavailable."""
         await self._dispatcher.record_owners()
         by_pool: dict[Pool, list[HeldClaim]] = {}
-        for held in (*self._waiting, *(held for held, _ in self._submits.values())):
+        for held in (*self._waiting, *self._submits):
             by_pool.setdefault(held.pool, []).append(held)
         for pool, claims in by_pool.items():
             await self._store.renew_claims(pool, [held.claim.claim_id for held in claims])
@@ -148,9 +153,12 @@ class ClaimLoop:
     async def drain(self, grace_s: float) -> None:
         """Claim no more, let submits under way be answered within the grace, give the rest back."""
         self.draining = True
-        if self._submits:
-            await asyncio.wait(self._submits, timeout=grace_s)
-        await self.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._submits:
+                    self._answered.clear()
+                    await self._answered.wait()
+        self.stop()
         by_pool: dict[Pool, list[str]] = {}
         for held in list(self._waiting):
             by_pool.setdefault(held.pool, []).append(held.claim.claim_id)
@@ -160,9 +168,11 @@ class ClaimLoop:
             for pool, claim_ids in by_pool.items():
                 await self._store.return_claims(pool, claim_ids)
 
-    async def stop(self) -> None:
-        """Cut submits under way; a worker may have taken them: their lease runs out and a higher epoch decides."""
-        await end_tasks(list(self._submits))
+    def stop(self) -> None:
+        """Leave submits under way; a worker may have taken them: their lease runs out and a higher epoch decides."""
+        for held in self._submits:
+            self._forget(held)
+        self._submits.clear()
 
     def _waiting_suspects(self) -> int:
         """Held until a worker runs no other suspect: the rest must not wait for them."""
@@ -190,9 +200,8 @@ class ClaimLoop:
             if endpoint is not None:
                 held.placing = self._disaggregation.decide(held.needs, endpoint, roster, now)
                 self._policy.placed(held.needs, endpoint, now, held.placing)
-                task = asyncio.create_task(self._submit(held, endpoint), name=f"submit-{held.request_id}")
-                self._submits[task] = (held, endpoint)
-                task.add_done_callback(self._submitted)
+                self._submits.add(held)
+                self._dispatcher.send(held, endpoint, self._submitted)
                 continue
             self._waiting.append(held)
             if not held.needs.suspect and now - held.since > RESERVE_AFTER_S and not held.waits_for_room():
@@ -200,20 +209,21 @@ class ClaimLoop:
                 if held.reserved is not None:
                     held.reserved.reserve(held.request_id)
 
-    async def _submit(self, held: HeldClaim, endpoint: Endpoint) -> None:
-        outcome = await self._dispatcher.submit(held, endpoint)
+    def _submitted(self, held: HeldClaim, outcome: Outcome) -> None:
         self._settle_peer(held, accepted=outcome is Outcome.ACCEPTED)
-        if outcome is Outcome.UNFIT and self._unfit_everywhere(held):
-            with contextlib.suppress(StoreUnavailable):
-                if await self._dispatcher.fail(held):
-                    outcome = Outcome.SUPERSEDED
-        if outcome is Outcome.GIVE_BACK:
-            with contextlib.suppress(StoreUnavailable):
-                await self._store.return_claims(held.pool, [held.claim.claim_id])
+        if held not in self._submits:
+            return
+        full = len(self._submits) >= MAX_SUBMITS
+        self._submits.remove(held)
+        self._answered.set()
         if outcome in (Outcome.REFUSED, Outcome.UNFIT):
             self._waiting.append(held)
         else:
             self._forget(held)
+        if outcome is Outcome.GIVE_BACK:
+            self._late.append(held)
+        if full or outcome is not Outcome.ACCEPTED:
+            self.wake()
 
     def _settle_peer(self, held: HeldClaim, *, accepted: bool) -> None:
         """The peer is asked once the request was accepted, and not otherwise."""
@@ -223,12 +233,21 @@ class ClaimLoop:
         elif peer is not None:
             peer.unnamed(held.request_id)
 
+    async def _end_unfit(self) -> None:
+        """Claims that every worker refused for good end here."""
+        for held in [held for held in self._waiting if held.unfit_reason and self._unfit_everywhere(held)]:
+            with contextlib.suppress(StoreUnavailable):
+                if await self._dispatcher.fail(held):
+                    self._drop(held)
+
     async def _give_back_late(self) -> None:
         """Claims whose time is over go back to the queue, which ends them."""
         now = self._clock.monotonic()
-        late = [held for held in self._waiting if (now - held.since) * 1000 > held.claim.remaining_ms]
-        for held in late:
+        for held in [held for held in self._waiting if (now - held.since) * 1000 > held.claim.remaining_ms]:
             self._drop(held)
+            self._late.append(held)
+        late, self._late = self._late, []
+        for held in late:
             with contextlib.suppress(StoreUnavailable):
                 await self._store.return_claims(held.pool, [held.claim.claim_id])
 
@@ -249,17 +268,6 @@ class ClaimLoop:
         """Every worker of the pool that decodes refused for good."""
         decoding = [e for e in self._registry.endpoints(held.pool) if not only_prefills(e)]
         return all(endpoint.instance in held.excluded for endpoint in decoding)
-
-    def _submitted(self, task: asyncio.Task[None]) -> None:
-        held, endpoint = self._submits.pop(task)
-        if task.cancelled():
-            self._forget(held)
-        elif (error := task.exception()) is not None:
-            structlog.get_logger().error("submit_task_died", request_id=held.request_id, exc_info=error)
-            endpoint.failed(held.request_id, self._clock.monotonic(), guilty=False)
-            self._settle_peer(held, accepted=False)
-            self._forget(held)
-        self.wake()
 
     def _drop(self, held: HeldClaim) -> None:
         if held in self._waiting:

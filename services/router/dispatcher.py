@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Final
 
@@ -17,18 +18,19 @@ import structlog
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 from millrace.worker.v1 import worker_service_pb2
+from opentelemetry import trace
 
 from services.common.admission_store import BATCH, AdmissionStore, priority_name
 from services.common.admission_types import Claimed, Ownership, Pool, Terminal
 from services.common.clock import Clock
 from services.common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, StoreUnavailable
 from services.common.metrics import Metrics
-from services.common.telemetry import context_from, tracer
+from services.common.telemetry import context_from, traceparent_of, tracer
 from services.router.disaggregation import Placing
 from services.router.endpoint import Endpoint, Needs
 from services.router.registry import EndpointRegistry
+from services.router.submit_link import Answer
 
-SUBMIT_TIMEOUT_S = 2.0
 _MAX_TRY = 255
 REST_S = 0.1
 MAX_REST_S = 1.0
@@ -112,6 +114,17 @@ class HeldClaim:
         return self.excluded | {instance for instance, until in self.resting.items() if now < until}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Try:
+    """A submit under way; accepted, it makes `ownership` true."""
+
+    held: HeldClaim
+    endpoint: Endpoint
+    ownership: Ownership
+    span: trace.Span | None
+    done: Callable[[HeldClaim, Outcome], None]
+
+
 class Dispatcher:
     """Submits, and records ownership; ownership that Redis did not take is written when Redis is back."""
 
@@ -134,14 +147,16 @@ class Dispatcher:
         self._recording = asyncio.Lock()
         self._observers: dict[tuple[str | int, ...], Callable[[float], None]] = {}
 
-    async def submit(self, held: HeldClaim, endpoint: Endpoint) -> Outcome:
-        """One try. The endpoint has been debited by the caller; this settles the debit."""
-        stub = self._registry.stub(endpoint.instance)
+    def send(self, held: HeldClaim, endpoint: Endpoint, done: Callable[[HeldClaim, Outcome], None]) -> None:
+        """One try, whose outcome `done` is told once. The endpoint has been debited by the caller; this settles the
+        debit."""
+        submits = self._registry.submits(endpoint.instance)
         now = self._clock.monotonic()
         remaining_ms = held.claim.remaining_ms - int((now - held.since) * 1000)
-        if stub is None or remaining_ms <= 0 or held.tries >= _MAX_TRY:
+        if submits is None or remaining_ms <= 0 or held.tries >= _MAX_TRY:
             endpoint.refused(held.request_id, now, full=False)
-            return Outcome.REFUSED if stub is None else Outcome.GIVE_BACK
+            done(held, Outcome.REFUSED if submits is None else Outcome.GIVE_BACK)
+            return
         held.tries += 1
         entry = held.claim.entry
         request = worker_service_pb2.SubmitRequest(
@@ -156,26 +171,25 @@ class Dispatcher:
         if held.placing is not None and (peer := held.placing.peer) is not None:
             request.prefill_peer.worker_instance = peer.instance
             request.prefill_peer.address = peer.record.address
-        with tracer().start_as_current_span("router.submit", context=context_from(entry.traceparent)) as span:
-            span.set_attribute("millrace.request_id", held.request_id)
-            span.set_attribute("millrace.attempt", request.attempt)
-            span.set_attribute("millrace.worker", endpoint.instance)
-            span.set_attribute("millrace.prefill_worker", request.prefill_peer.worker_instance)
-            try:
-                reply = await stub.Submit(request, timeout=SUBMIT_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                outcome = self._failed(held, endpoint, error.code())
-                span.set_attribute("millrace.outcome", error.code().name)
-                return outcome
-            outcome = self._read(held, endpoint, reply)
-            span.set_attribute("millrace.outcome", outcome.value)
+        span = _span_of(request, endpoint)
+        ownership = Ownership(held.request_id, request.epoch, endpoint.instance)
+        submits.send(request, functools.partial(self._answered, _Try(held, endpoint, ownership, span, done)))
+
+    def _answered(self, this: _Try, answer: Answer) -> None:
+        if isinstance(answer, grpc.StatusCode):
+            outcome, said = self._failed(this.held, this.endpoint, answer), answer.name
+        else:
+            outcome = self._read(this.held, this.endpoint, answer)
+            said = outcome.value
+        if this.span is not None:
+            this.span.set_attribute("millrace.outcome", said)
+            this.span.end()
         if outcome is Outcome.ACCEPTED:
-            self._observe(held)
-            self._count_placing(held)
-            ownership = Ownership(held.request_id, request.epoch, endpoint.instance)
-            self._unrecorded.setdefault(held.pool, []).append(ownership)
+            self._observe(this.held)
+            self._count_placing(this.held)
+            self._unrecorded.setdefault(this.held.pool, []).append(this.ownership)
             self._accepted.set()
-        return outcome
+        this.done(this.held, outcome)
 
     async def run(self) -> None:
         """Write ownership as workers accept, those that come meanwhile in one go, until cancelled."""
@@ -216,6 +230,8 @@ class Dispatcher:
         if reply.accepted:
             endpoint.accepted(held.request_id, now, reply.watch_sequence if reply.HasField("watch_sequence") else None)
             return Outcome.ACCEPTED
+        if reply.refusal == worker_service_pb2.SUBMIT_REFUSAL_INTERNAL:
+            return self._failed(held, endpoint, grpc.StatusCode.INTERNAL)
         endpoint.refused(held.request_id, now, full=reply.refusal in _FULL)
         outcome = _OUTCOMES.get(reply.refusal, Outcome.REFUSED)
         if outcome is Outcome.UNFIT:
@@ -260,3 +276,17 @@ class Dispatcher:
         structlog.get_logger().info(
             event, request_id=held.request_id, worker=endpoint.instance, tries=held.tries, cause=cause
         )
+
+
+def _span_of(request: worker_service_pb2.SubmitRequest, endpoint: Endpoint) -> trace.Span | None:
+    """The span of a try, which the worker's follow; None for a request that is not traced."""
+    traceparent = request.entry.traceparent
+    if not traceparent:
+        return None
+    span = tracer().start_span("router.submit", context=context_from(traceparent))
+    span.set_attribute("millrace.request_id", request.entry.request_id)
+    span.set_attribute("millrace.attempt", request.attempt)
+    span.set_attribute("millrace.worker", endpoint.instance)
+    span.set_attribute("millrace.prefill_worker", request.prefill_peer.worker_instance)
+    request.traceparent = traceparent_of(span)
+    return span

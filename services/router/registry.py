@@ -25,6 +25,7 @@ from services.router.cache_watch import CacheWatch
 from services.router.endpoint import Endpoint, View
 from services.router.prefix_index import PrefixIndex
 from services.router.roster import Roster
+from services.router.submit_link import SubmitLink
 
 DISCOVERY_PERIOD_S = 1.0
 _FIRST_BACKOFF_S = 0.1
@@ -36,7 +37,7 @@ _NOBODY = Roster()
 class _Link:
     endpoint: Endpoint
     channel: grpc.aio.Channel
-    stub: worker_service_pb2_grpc.WorkerServiceAsyncStub
+    submits: SubmitLink
     tasks: tuple[asyncio.Task[None], ...]
 
 
@@ -74,10 +75,10 @@ class EndpointRegistry:
         """Pools that some known worker serves."""
         return list(self._rosters)
 
-    def stub(self, instance: str) -> worker_service_pb2_grpc.WorkerServiceAsyncStub | None:
-        """The stub of a worker, or None when it has left."""
+    def submits(self, instance: str) -> SubmitLink | None:
+        """What carries submits to a worker, or None when it has left."""
         link = self._links.get(instance)
-        return link.stub if link is not None else None
+        return link.submits if link is not None else None
 
     async def run(self) -> None:
         """Discover each second until cancelled."""
@@ -106,12 +107,14 @@ class EndpointRegistry:
         channel = self._dial(record.address)
         stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         endpoint = Endpoint(record)
+        submits = SubmitLink(stub, self._clock)
         cache = CacheWatch(record.instance, stub, self.prefixes, self._clock, router_instance=self._router_instance)
         tasks = (
             asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}"),
             asyncio.create_task(cache.run(), name=f"cache-{record.instance}"),
+            asyncio.create_task(submits.run(), name=f"submits-{record.instance}"),
         )
-        self._links[record.instance] = _Link(endpoint, channel, stub, tasks)
+        self._links[record.instance] = _Link(endpoint, channel, submits, tasks)
         self._rosters.setdefault(record.pool, Roster()).add(endpoint)
         structlog.get_logger().info("worker_found", worker=record.instance, address=record.address)
 

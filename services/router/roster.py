@@ -103,7 +103,7 @@ class Roster:
         elif now - self._settled_at >= _SETTLE_S:
             self._settled_at = now
             self._changed |= self._settling
-        if scan or any(endpoint.failing for endpoint in self._changed):
+        if scan or any(e.failing or e.instance in self._out for e in self._changed):
             self._eject(now)
         for endpoint in self._changed:
             self._displace(endpoint)

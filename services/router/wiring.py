@@ -139,7 +139,7 @@ class RouterApp:
         """Release everything. Safe after a failed start."""
         await end_tasks(self._tasks.values())
         self._tasks.clear()
-        await self.claims.stop()
+        self.claims.stop()
         await self.registry.close()
         if self._server is not None:
             await self._server.stop(0.5)

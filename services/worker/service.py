@@ -95,6 +95,31 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.SubmitRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> worker_service_pb2.SubmitResponse:
         """Accept one attempt, or say why not. Never waits for the engine."""
+        return self._submit(request)
+
+    async def SubmitStream(
+        self,
+        request_iterator: AsyncIterator[worker_service_pb2.SubmitStreamRequest],
+        context: grpc.aio.ServicerContext[object, object],
+    ) -> AsyncIterator[worker_service_pb2.SubmitStreamResponse]:
+        """The same for many. What fails at one says nothing about the others."""
+        async for message in request_iterator:
+            yield worker_service_pb2.SubmitStreamResponse(responses=map(self._submit_apart, message.requests))
+
+    def _submit_apart(self, request: worker_service_pb2.SubmitRequest) -> worker_service_pb2.SubmitResponse:
+        request_id = request.entry.request_id
+        try:
+            return self._submit(request)
+        except Exception as error:
+            structlog.get_logger().error("submit_failed", request_id=request_id[: wire.MAX_ID_CHARS], exc_info=error)
+            return worker_service_pb2.SubmitResponse(
+                request_id=request_id,
+                epoch=request.epoch,
+                worker_instance=self._identity.instance,
+                refusal=worker_service_pb2.SUBMIT_REFUSAL_INTERNAL,
+            )
+
+    def _submit(self, request: worker_service_pb2.SubmitRequest) -> worker_service_pb2.SubmitResponse:
         response = worker_service_pb2.SubmitResponse(
             request_id=request.entry.request_id, epoch=request.epoch, worker_instance=self._identity.instance
         )
@@ -240,6 +265,6 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             entry=entry,
             prompt_token_count=len(engine_request.prompt_token_ids),
             prompt_block_count=self._prompt_blocks(engine_request),
-            traceparent=traceparent_of(trace.get_current_span()) or entry.traceparent,
+            traceparent=request.traceparent or traceparent_of(trace.get_current_span()) or entry.traceparent,
             claimed_at=request.claim_time if request.HasField("claim_time") else None,
         )

@@ -54,6 +54,7 @@ CALLERS = {
     "GetModelCard": (GATEWAY, ROUTER, OPERATOR),
     "GetTokenizer": (GATEWAY,),
     "Submit": (ROUTER,),
+    "SubmitStream": (ROUTER,),
     "Attach": (GATEWAY,),
     "Watch": (ROUTER,),
     "WatchCache": (ROUTER,),

@@ -111,6 +111,13 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         yield worker_service_pb2.WatchCacheResponse(worker_instance=self.instance, sequence=1, snapshot=True)
         await asyncio.Event().wait()
 
+    async def SubmitStream(
+        self, request_iterator: AsyncIterator[worker_service_pb2.SubmitStreamRequest], context: Any
+    ) -> AsyncIterator[worker_service_pb2.SubmitStreamResponse]:
+        async for message in request_iterator:
+            responses = [await self.Submit(request, context) for request in message.requests]
+            yield worker_service_pb2.SubmitStreamResponse(responses=responses)
+
     async def Submit(
         self, request: worker_service_pb2.SubmitRequest, context: Any
     ) -> worker_service_pb2.SubmitResponse:

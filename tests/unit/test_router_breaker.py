@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,27 +17,29 @@ from services.router.endpoint import Endpoint
 from services.router.filters import ejected
 from services.router.policy import RoutingPolicy
 from services.router.roster import Roster
+from services.router.submit_link import Answer
 from tests.helpers.admission import POOL, make_entry
 from tests.helpers.fake_clock import FakeClock
 from tests.unit.test_router_policy import make_endpoint, make_view, needs
 
 
 class Answering:
-    """Registry and stub in one: answers every Submit alike."""
+    """Registry and link in one: answers every submit alike."""
 
     def __init__(self, answer: worker_service_pb2.SubmitRefusal.ValueType | grpc.StatusCode) -> None:
         self._answer = answer
 
-    def stub(self, instance: str) -> Answering:
+    def submits(self, instance: str) -> Answering:
         return self
 
-    async def Submit(self, request: Any, **options: float) -> worker_service_pb2.SubmitResponse:
+    def send(self, request: Any, answered: Callable[[Answer], None]) -> None:
         if isinstance(self._answer, grpc.StatusCode):
-            raise grpc.aio.AioRpcError(self._answer, grpc.aio.Metadata(), grpc.aio.Metadata())
-        return worker_service_pb2.SubmitResponse(refusal=self._answer)
+            answered(self._answer)
+        else:
+            answered(worker_service_pb2.SubmitResponse(refusal=self._answer))
 
 
-async def submit_many(answer: Any, count: int) -> tuple[Endpoint, set[Outcome]]:
+def submit_many(answer: Any, count: int) -> tuple[Endpoint, set[Outcome]]:
     registry: Any = Answering(answer)
     store: Any = None
     dispatcher = Dispatcher(store, registry, Metrics(), FakeClock(monotonic=0.0), router_instance="router-1")
@@ -45,12 +48,12 @@ async def submit_many(answer: Any, count: int) -> tuple[Endpoint, set[Outcome]]:
         entry = make_entry(f"r{number}")
         held = HeldClaim(POOL, Claimed("c", 1, 60_000, entry), needs(entry.request_id), 0.0)
         endpoint.debit(held.needs)
-        outcomes.add(await dispatcher.submit(held, endpoint))
+        dispatcher.send(held, endpoint, lambda _, outcome: outcomes.add(outcome))
     return endpoint, outcomes
 
 
-async def test_a_thousand_prompts_that_are_too_long_eject_nobody() -> None:
-    endpoint, outcomes = await submit_many(worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS, 1_000)
+def test_a_thousand_prompts_that_are_too_long_eject_nobody() -> None:
+    endpoint, outcomes = submit_many(worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS, 1_000)
 
     assert outcomes == {Outcome.UNFIT}
     assert endpoint.open(0.0)
@@ -73,8 +76,8 @@ async def test_a_thousand_prompts_that_are_too_long_eject_nobody() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, False),
     ],
 )
-async def test_only_the_workers_own_faults_eject_it(code: grpc.StatusCode, guilty: bool) -> None:
-    endpoint, _ = await submit_many(code, 3)
+def test_only_the_workers_own_faults_eject_it(code: grpc.StatusCode, guilty: bool) -> None:
+    endpoint, _ = submit_many(code, 3)
 
     assert endpoint.open(0.0) is not guilty
 

@@ -41,6 +41,8 @@ class _SubmitRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SubmitR
     SUBMIT_REFUSAL_INVALID: _SubmitRefusal.ValueType  # 9
     SUBMIT_REFUSAL_WRONG_ROLE: _SubmitRefusal.ValueType  # 10
     """A worker of role PREFILL computes blocks for its peers and no answers."""
+    SUBMIT_REFUSAL_INTERNAL: _SubmitRefusal.ValueType  # 11
+    """The worker failed at it, by its own fault."""
 
 class SubmitRefusal(_SubmitRefusal, metaclass=_SubmitRefusalEnumTypeWrapper):
     """SubmitRefusal says why a worker did not take a request."""
@@ -57,6 +59,8 @@ SUBMIT_REFUSAL_UNKNOWN_ADAPTER: SubmitRefusal.ValueType  # 8
 SUBMIT_REFUSAL_INVALID: SubmitRefusal.ValueType  # 9
 SUBMIT_REFUSAL_WRONG_ROLE: SubmitRefusal.ValueType  # 10
 """A worker of role PREFILL computes blocks for its peers and no answers."""
+SUBMIT_REFUSAL_INTERNAL: SubmitRefusal.ValueType  # 11
+"""The worker failed at it, by its own fault."""
 Global___SubmitRefusal: _TypeAlias = SubmitRefusal  # noqa: Y015
 
 class _PrefillRefusal:
@@ -283,9 +287,12 @@ class SubmitRequest(_message.Message):
     ROUTER_INSTANCE_FIELD_NUMBER: _builtins.int
     PREFILL_PEER_FIELD_NUMBER: _builtins.int
     CLAIM_TIME_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     epoch: _builtins.int
     router_instance: _builtins.str
+    traceparent: _builtins.str
+    """W3C trace context of the try; absent: that of the call, or of the entry."""
     @_builtins.property
     def entry(self) -> _admission_pb2.AdmissionEntry: ...
     @_builtins.property
@@ -310,14 +317,55 @@ class SubmitRequest(_message.Message):
         router_instance: _builtins.str = ...,
         prefill_peer: Global___PrefillPeer | None = ...,
         claim_time: _timestamp_pb2.Timestamp | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["claim_time", b"claim_time", "entry", b"entry", "prefill_peer", b"prefill_peer", "remaining", b"remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "claim_time", b"claim_time", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "claim_time", b"claim_time", "entry", b"entry", "epoch", b"epoch", "prefill_peer", b"prefill_peer", "remaining", b"remaining", "router_instance", b"router_instance", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+
+@_typing.final
+class SubmitStreamRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___SubmitRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitStreamRequest: _TypeAlias = SubmitStreamRequest  # noqa: Y015
+
+@_typing.final
+class SubmitStreamResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitResponse]: ...
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___SubmitResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmitStreamResponse: _TypeAlias = SubmitStreamResponse  # noqa: Y015
 
 @_typing.final
 class PrefillPeer(_message.Message):

@@ -49,6 +49,11 @@ class WorkerServiceStub:
                 request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitRequest.SerializeToString,
                 response_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitResponse.FromString,
                 _registered_method=True)
+        self.SubmitStream = channel.stream_stream(
+                '/millrace.worker.v1.WorkerService/SubmitStream',
+                request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitStreamRequest.SerializeToString,
+                response_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitStreamResponse.FromString,
+                _registered_method=True)
         self.Attach = channel.stream_stream(
                 '/millrace.worker.v1.WorkerService/Attach',
                 request_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.AttachRequest.SerializeToString,
@@ -95,6 +100,14 @@ class WorkerServiceServicer:
 
     def Submit(self, request, context):
         """Hands one request to the engine under a fresh epoch. Accepted, or a typed refusal.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitStream(self, request_iterator, context):
+        """The same for a router that submits much: each request is answered once, in order. A break says nothing about those
+        that are not answered yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,6 +166,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Submit,
                     request_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitRequest.FromString,
                     response_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitResponse.SerializeToString,
+            ),
+            'SubmitStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.SubmitStream,
+                    request_deserializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitStreamRequest.FromString,
+                    response_serializer=millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitStreamResponse.SerializeToString,
             ),
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
@@ -261,6 +279,33 @@ class WorkerService:
             '/millrace.worker.v1.WorkerService/Submit',
             millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitRequest.SerializeToString,
             millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/millrace.worker.v1.WorkerService/SubmitStream',
+            millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitStreamRequest.SerializeToString,
+            millrace_dot_worker_dot_v1_dot_worker__service__pb2.SubmitStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

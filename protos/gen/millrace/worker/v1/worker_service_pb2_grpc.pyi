@@ -37,6 +37,10 @@ class WorkerServiceStub:
     """The tokenizer file (Hugging Face `tokenizers` JSON) in chunks of at most 1 MiB."""
     Submit: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.SubmitRequest, _worker_service_pb2.SubmitResponse]
     """Hands one request to the engine under a fresh epoch. Accepted, or a typed refusal."""
+    SubmitStream: _grpc.StreamStreamMultiCallable[_worker_service_pb2.SubmitStreamRequest, _worker_service_pb2.SubmitStreamResponse]
+    """The same for a router that submits much: each request is answered once, in order. A break says nothing about those
+    that are not answered yet.
+    """
     Attach: _grpc.StreamStreamMultiCallable[_worker_service_pb2.AttachRequest, _worker_service_pb2.AttachResponse]
     """One stream per gateway-worker pair, dialled by the gateway: tokens one way, acks and cancels the other."""
     Watch: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WatchRequest, _worker_service_pb2.WatchResponse]
@@ -59,6 +63,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The tokenizer file (Hugging Face `tokenizers` JSON) in chunks of at most 1 MiB."""
     Submit: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.SubmitRequest, _worker_service_pb2.SubmitResponse]  # type: ignore[assignment]
     """Hands one request to the engine under a fresh epoch. Accepted, or a typed refusal."""
+    SubmitStream: _aio.StreamStreamMultiCallable[_worker_service_pb2.SubmitStreamRequest, _worker_service_pb2.SubmitStreamResponse]  # type: ignore[assignment]
+    """The same for a router that submits much: each request is answered once, in order. A break says nothing about those
+    that are not answered yet.
+    """
     Attach: _aio.StreamStreamMultiCallable[_worker_service_pb2.AttachRequest, _worker_service_pb2.AttachResponse]  # type: ignore[assignment]
     """One stream per gateway-worker pair, dialled by the gateway: tokens one way, acks and cancels the other."""
     Watch: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WatchRequest, _worker_service_pb2.WatchResponse]  # type: ignore[assignment]
@@ -96,6 +104,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_service_pb2.SubmitResponse, _abc.Awaitable[_worker_service_pb2.SubmitResponse]]:
         """Hands one request to the engine under a fresh epoch. Accepted, or a typed refusal."""
+
+    @_abc_1.abstractmethod
+    def SubmitStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_service_pb2.SubmitStreamRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.SubmitStreamResponse], _abc.AsyncIterator[_worker_service_pb2.SubmitStreamResponse]]:
+        """The same for a router that submits much: each request is answered once, in order. A break says nothing about those
+        that are not answered yet.
+        """
 
     @_abc_1.abstractmethod
     def Attach(

@@ -1,0 +1,143 @@
+"""Hands submits to one worker over one stream: what comes while a write is under way goes with the next message.
+
+Each submit is answered once, by the worker or by a status code: a stream that breaks, or on which the worker says
+nothing for `SUBMIT_TIMEOUT_S`, answers all that are open with its code. A worker that knows no such stream, and a
+request that would hold up others by its size, take the unary call. Owned by the registry, used by the dispatcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
+
+from services.common.clock import Clock
+from services.common.lifecycle import end_tasks
+
+SUBMIT_TIMEOUT_S: Final = 2.0
+# Requests of one message, and the size from which a request goes alone: a message holds 16 MiB.
+BATCH: Final = 32
+ALONE_BYTES: Final = 256 * 1024
+Answer = worker_service_pb2.SubmitResponse | grpc.StatusCode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Open:
+    """A submit that waits for its answer."""
+
+    request: worker_service_pb2.SubmitRequest
+    answered: Callable[[Answer], None]
+    sent_at: float
+
+
+class SubmitLink:
+    """One worker's submits."""
+
+    def __init__(self, stub: worker_service_pb2_grpc.WorkerServiceAsyncStub, clock: Clock) -> None:
+        self._stub = stub
+        self._clock = clock
+        self._unsent: list[worker_service_pb2.SubmitRequest] = []
+        # By request and epoch, the oldest first.
+        self._open: dict[tuple[str, int], _Open] = {}
+        self._wanted = asyncio.Event()
+        self._calls: set[asyncio.Task[None]] = set()
+        self._knows_stream = True
+
+    def send(self, request: worker_service_pb2.SubmitRequest, answered: Callable[[Answer], None]) -> None:
+        """Submit soon; `answered` is called once, never from within."""
+        one = _Open(request, answered, self._clock.monotonic())
+        if not self._knows_stream or request.ByteSize() > ALONE_BYTES:
+            self._call(one)
+            return
+        self._open[request.entry.request_id, request.epoch] = one
+        self._unsent.append(request)
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Carry submits until cancelled; those that are open then are answered CANCELLED."""
+        try:
+            while True:
+                await self._wanted.wait()
+                await self._stream()
+        finally:
+            await end_tasks(list(self._calls))
+            self._fail(grpc.StatusCode.CANCELLED)
+
+    async def _stream(self) -> None:
+        """One stream, from the first submit until it breaks."""
+        call = self._stub.SubmitStream()
+        late = asyncio.create_task(self._wait_late(), name="submit-late")
+        tasks = [late, *(asyncio.create_task(work(call), name="submit") for work in (self._read, self._write))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_late = late.done()
+            call.cancel()
+            await end_tasks(tasks)
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else await call.code()
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            self._knows_stream = False
+            for one in self._take():
+                self._call(one)
+        else:
+            self._fail(grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code)
+
+    async def _read(self, call: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async for message in call:
+                for response in message.responses:
+                    one = self._open.pop((response.request_id, response.epoch), None)
+                    if one is not None:
+                        one.answered(response)
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._wanted.wait()
+            batch, self._unsent = self._unsent[:BATCH], self._unsent[BATCH:]
+            if not self._unsent:
+                self._wanted.clear()
+            try:
+                await call.write(worker_service_pb2.SubmitStreamRequest(requests=batch))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
+
+    async def _wait_late(self) -> None:
+        """Until the oldest submit has waited too long."""
+        while True:
+            oldest = next(iter(self._open.values()), None)
+            now = self._clock.monotonic()
+            left_s = SUBMIT_TIMEOUT_S - (now - oldest.sent_at if oldest is not None else 0.0)
+            if left_s <= 0:
+                return
+            await self._clock.sleep(left_s)
+
+    def _call(self, one: _Open) -> None:
+        task = asyncio.create_task(self._submit(one), name="submit")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _submit(self, one: _Open) -> None:
+        answer: Answer
+        try:
+            answer = await self._stub.Submit(one.request, timeout=SUBMIT_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            answer = error.code()
+        except asyncio.CancelledError:
+            one.answered(grpc.StatusCode.CANCELLED)
+            raise
+        one.answered(answer)
+
+    def _fail(self, code: grpc.StatusCode) -> None:
+        for one in self._take():
+            one.answered(code)
+
+    def _take(self) -> list[_Open]:
+        taken, self._open = list(self._open.values()), {}
+        self._unsent.clear()
+        self._wanted.clear()
+        return taken
