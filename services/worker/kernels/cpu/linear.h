@@ -205,8 +205,13 @@ struct Unpacked {
         }
     }
 };
+// Written out so that few values live at once: from intrinsics the compiler spills sums to memory.
+static inline void add_products(__m256i& sum, __m256i w, __m256i x) {
+    __m256i product;
+    asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
+}
 // Adds the products of MR rows with `groups` groups, from the row's group `first` on, to out (MR, 16). Nibbles keep the
-// 16-bit sums of a whole group below 8 × 2 × 15 × 127 = 30,480. The multiplier is the bound: one product a cycle.
+// 16-bit sums of a whole group below 8 × 2 × 15 × 127 = 30,480.
 template <int MR, bool FOUR, typename Source>
 static void tile_int(const Source& source, int first, int groups, const Rows& rows, size_t row, float* out) {
     constexpr int PAIRS = FOUR ? 4 : 8, HALVES = FOUR ? 2 : 1;  // so many outputs at once as registers hold
@@ -217,46 +222,44 @@ static void tile_int(const Source& source, int first, int groups, const Rows& ro
             if constexpr (is_packed<Source>)
                 if (start == 0) source.fetch(g + AHEAD);
             const int8_t* a = rows.bytes + row * rows.inputs + (size_t)(first + g) * GROUP;
-            __m256i low16[MR][HALVES], high16[MR][HALVES];
+            __m256i sums[MR][2][HALVES];  // Nibbles share one sum; bytes keep one for each of theirs.
+            for (int r = 0; r < MR; r++)
+                for (int h = 0; h < HALVES; h++) sums[r][0][h] = sums[r][1][h] = _mm256_setzero_si256();
 #pragma GCC unroll 8
-            for (int j = 0; j < PAIRS; j++) {
-                __m256i low[HALVES], high[HALVES];
-                for (int h = 0; h < HALVES; h++) {
-                    low[h] = source.low(g, j, start + h);
-                    high[h] = source.high(g, j, start + h);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) {
-                    const __m256i x = quad_of(a + (size_t)r * rows.inputs + 4 * j);
-                    const __m256i y = FOUR ? quad_of(a + (size_t)r * rows.inputs + 16 + 4 * j) : x;
+            for (int j = 0; j < PAIRS; j++)
 #pragma GCC unroll 2
-                    for (int h = 0; h < HALVES; h++) {
-                        __m256i by_low = _mm256_maddubs_epi16(low[h], x), by_high = _mm256_maddubs_epi16(high[h], y);
-                        low16[r][h] = j ? _mm256_add_epi16(low16[r][h], by_low) : by_low;
-                        if (FOUR)
-                            low16[r][h] = _mm256_add_epi16(low16[r][h], by_high);
-                        else
-                            high16[r][h] = j ? _mm256_add_epi16(high16[r][h], by_high) : by_high;
+                for (int part = 0; part < 2; part++) {
+                    __m256i w[HALVES];
+#pragma GCC unroll 2
+                    for (int h = 0; h < HALVES; h++)
+                        w[h] = part ? source.high(g, j, start + h) : source.low(g, j, start + h);
+#pragma GCC unroll 8
+                    for (int r = 0; r < MR; r++) {
+                        const __m256i x = quad_of(a + (size_t)r * rows.inputs + (FOUR ? 16 * part : 0) + 4 * j);
+#pragma GCC unroll 2
+                        for (int h = 0; h < HALVES; h++) add_products(sums[r][FOUR ? 0 : part][h], w[h], x);
                     }
                 }
-            }
+            const float* row_scales = rows.scales + row * all + first + g;
+            const float* row_sums = rows.scaled_sums + row * all + first + g;
+            const int32_t* row_offsets = rows.offsets + row * all + first + g;
             const V scales = source.scale(g), minima = FOUR ? source.minimum(g) : scales;
 #pragma GCC unroll 8
             for (int r = 0; r < MR; r++) {
-                const size_t slot = (row + r) * all + first + g;
-                const __m256 row_scale = _mm256_set1_ps(rows.scales[slot]);
+                const __m256 row_scale = _mm256_set1_ps(row_scales[(size_t)r * all]);
+                const __m256 row_sum = _mm256_set1_ps(row_sums[(size_t)r * all]);
 #pragma GCC unroll 2
                 for (int h = 0; h < HALVES; h++) {
                     float* at = out + r * LANES + (start + h) * 8;
                     const __m256 scale = start + h ? scales.b : scales.a, minimum = start + h ? minima.b : minima.a;
-                    __m256i dot = _mm256_madd_epi16(low16[r][h], ones);
+                    __m256i dot = _mm256_madd_epi16(sums[r][0][h], ones);
                     if (!FOUR) {
-                        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(high16[r][h], sixteens));
-                        dot = _mm256_add_epi32(dot, _mm256_set1_epi32(rows.offsets[slot]));
+                        dot = _mm256_add_epi32(dot, _mm256_madd_epi16(sums[r][1][h], sixteens));
+                        dot = _mm256_add_epi32(dot, _mm256_set1_epi32(row_offsets[(size_t)r * all]));
                     }
                     __m256 sum = _mm256_loadu_ps(at);
                     sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(scale, row_scale), sum);
-                    if (FOUR) sum = _mm256_fmadd_ps(minimum, _mm256_set1_ps(rows.scaled_sums[slot]), sum);
+                    if (FOUR) sum = _mm256_fmadd_ps(minimum, row_sum, sum);
                     _mm256_storeu_ps(at, sum);
                 }
             }
@@ -279,7 +282,7 @@ static void tile_kept(const Linear& m, int panel, const Rows& rows, size_t row, 
 #if defined(__AVX512F__)
 constexpr int TILE = 8;
 #else
-constexpr int TILE = 4;
+constexpr int TILE = 6;
 #endif
 constexpr int ROW_RUN = 64;  // rows that share the reading of a panel
 
@@ -288,6 +291,7 @@ template <typename F>
 static inline void each_tile(int count, F body) {
     int row = 0;
     for (; row + TILE <= count; row += TILE) body(std::integral_constant<int, TILE>{}, row);
+    for (; row + 4 <= count; row += 4) body(std::integral_constant<int, 4>{}, row);
     for (; row + 2 <= count; row += 2) body(std::integral_constant<int, 2>{}, row);
     if (row < count) body(std::integral_constant<int, 1>{}, row);
 }
