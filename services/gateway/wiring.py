@@ -3,7 +3,7 @@
 Also owns the order of start, drain and stop. Called by __main__ and by tests that run services in one process.
 
 Doors may be shared with another gateway of this machine, which is about to take this one's place or to leave its own to
-it (`shared:`): it opens them once it can serve, and who leaves refuses nobody who has come in.
+it (`shared:`): it opens them once it can serve, and who leaves them to another refuses nobody who has come in.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class GatewayApp:
             await server.set_serving(False)
         if self._runner is not None:
             self._runner.drain()
-        if self._shared and self._http is not None and self._grpc is not None:
+        if self._shared and self._http is not None and self._grpc is not None and await self._others_serve():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await asyncio.gather(self._http.leave(), self._grpc.stop(grace_s))
@@ -168,6 +168,13 @@ class GatewayApp:
                     if self.back.ready() and attached >= min(len(decoding), SUBSET_SIZE):
                         return
                     await parts.clock.sleep(0.05)
+
+    async def _others_serve(self) -> bool:
+        """Another gateway lives, so whoever comes now finds it behind the shared doors."""
+        parts = self.back.parts
+        with contextlib.suppress(StoreUnavailable):
+            return bool(set(await parts.store.list_gateways()) - {parts.instance})
+        return False
 
     def _grpc_servers(self) -> list[GrpcServer]:
         return [server for server in (self._grpc, self._own) if server is not None]
