@@ -22,6 +22,8 @@ LOG_BYTES = 1024 * 1024
 ALL_LOGS_BYTES = 256 * 1024 * 1024
 # What goes to a transport at once, so that a client that comes back is not told more than it takes.
 PART_BYTES = 16 * 1024
+# Marks the head of an answer that only a gRPC call reads.
+GRPC_CONTENT = (b"content-type", b"application/grpc")
 # What Python keeps beside the bytes of a frame.
 _FRAME_BYTES = 64
 
@@ -36,6 +38,11 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     def is_stream(self) -> bool:
         """Whether the body is made of SSE events."""
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
+
+    @property
+    def is_grpc(self) -> bool:
+        """Whether the body is made of the messages of a gRPC call."""
+        return GRPC_CONTENT in self.headers
 
 
 class KeptAnswer(msgspec.Struct, frozen=True, array_like=True):

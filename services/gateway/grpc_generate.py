@@ -16,7 +16,7 @@ from millrace.gateway.v1 import gateway_service_pb2 as pb
 
 from services.common.errors import Cancelled, NotFound, SlowReader
 from services.common.grpc_server import status_of
-from services.gateway.answer_log import Head
+from services.gateway.answer_log import GRPC_CONTENT, Head
 from services.gateway.answer_sink import Sink
 from services.gateway.answering import ending_of
 from services.gateway.generation import Generation, ValidRequest
@@ -62,7 +62,7 @@ class GenerateRun:
     async def write(self, sink: Sink) -> None:
         """Write the whole answer into a log and end the generation."""
         try:
-            await sink.start(200, [])
+            await sink.start(200, [GRPC_CONTENT])
             async with contextlib.aclosing(self._messages()) as messages:
                 async for message, delivered in messages:
                     more = message.WhichOneof("event") != "completed"

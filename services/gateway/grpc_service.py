@@ -16,7 +16,6 @@ from millrace.gateway.v1 import usage_sums_pb2 as usage_pb
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import InvalidRequest
-from services.common.routes import Target
 from services.gateway.auth import INFERENCE, USAGE_READ
 from services.gateway.come_back import parse_call
 from services.gateway.embedding import Embedder
@@ -25,6 +24,7 @@ from services.gateway.generation import ValidRequest
 from services.gateway.grpc_chat import chat_of
 from services.gateway.grpc_embed import embed_drafts, embed_response, timeout_of
 from services.gateway.grpc_generate import GenerateJob, GenerateRun, kept_messages
+from services.gateway.named_models import capabilities, named_models, owner_of
 from services.gateway.peers import HOLDS
 from services.gateway.request_draft import (
     SESSION,
@@ -35,7 +35,6 @@ from services.gateway.request_draft import (
     TextPrompt,
     TokenPrompt,
 )
-from services.gateway.validation import may_use
 
 SERVICE_NAME = "millrace.gateway.v1.GatewayService"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -89,20 +88,19 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
             return embed_response(found)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """The versions that the key may use."""
+        """All that the key may use, by every name: as `GET /v1/models`."""
         key = await self._key(context)
-        models = []
-        for served in self._directory.models():
-            ref = served.card.model
-            if may_use(key, ref.model, Target(ref.model, ref.version)):
-                models.append(
-                    pb.Model(
-                        id=f"{ref.model}@{ref.version}",
-                        model=ref,
-                        max_model_len=served.card.max_model_len,
-                        owner=served.card.owner,
-                    )
-                )
+        models = [
+            pb.Model(
+                id=name,
+                model=served.card.model,
+                max_model_len=served.card.max_model_len,
+                owner=owner_of(served),
+                capabilities=capabilities(served),
+                deterministic=served.card.deterministic,
+            )
+            for name, served in named_models(self._directory, key).items()
+        ]
         return pb.ListModelsResponse(models=models)
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:

@@ -16,7 +16,14 @@ from millrace.gateway.v1 import gateway_service_pb2 as pb
 from starlette.types import Send
 
 from services.common.clock import Clock
-from services.common.errors import IdempotencyConflict, MillraceError, NotFound, SlowReader, StoreUnavailable
+from services.common.errors import (
+    IdempotencyConflict,
+    MillraceError,
+    NotFound,
+    SlowReader,
+    StoreUnavailable,
+    Unsupported,
+)
 from services.common.lifecycle import end_tasks, new_ulid
 from services.gateway.answer_log import AnswerLog, Head, KeptAnswer, LogRoom
 from services.gateway.answer_sink import PING_S, ClientSink, Sink, paced
@@ -283,7 +290,7 @@ class ResumableAnswers:
 async def relay(parts: Parts, send: Send) -> None:
     """Write an answer to one client: 204 when a stream has nothing left, an error event when it breaks off.
 
-    Raises MillraceError while nothing was sent, and SlowReader.
+    Raises MillraceError while nothing was sent (Unsupported for an answer of a gRPC call), and SlowReader.
     """
     sink = ClientSink(send)
     head: Head | None = None
@@ -299,6 +306,7 @@ async def relay(parts: Parts, send: Send) -> None:
         async with contextlib.aclosing(paced(parts, PING_S)) as coming:
             async for part in coming:
                 if isinstance(part, Head):
+                    _check_readable(part)
                     head = part
                 elif head is not None and (part is not None or head.is_stream):
                     await start(head)
@@ -315,6 +323,14 @@ async def relay(parts: Parts, send: Send) -> None:
         if not started or head is None or not head.is_stream:
             raise
         await sink.write([b"data: " + error_body(error) + b"\n\n"], more=False)
+
+
+def _check_readable(head: Head) -> None:
+    if head.is_grpc:
+        raise Unsupported(
+            "That answer was asked for over gRPC: make the same call again, with its `idempotency-key`.",
+            param="request_id",
+        )
 
 
 def _after(last_event: EventId | None, request_id: str) -> int:

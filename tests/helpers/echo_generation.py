@@ -248,10 +248,11 @@ class FakeGenerator:
 
 
 class FakeDirectory:
-    """Serves a list of models; `asks` are who asked for one."""
+    """Serves a list of models; `asks` are who asked for one, `routed` what names with a route give."""
 
     def __init__(self, *models: ServedModel) -> None:
         self._models = list(models)
+        self.routed: dict[str, ServedModel] = {}
         self.asks: list[RouteAsk] = []
 
     def models(self) -> list[ServedModel]:
@@ -261,6 +262,8 @@ class FakeDirectory:
         self.asks.append(ask)
         if not self._models:
             raise NoWorker("No worker serves any model yet.", retry_after_s=2.0)
+        if name in self.routed:
+            return self.routed[name]
         for model in self._models:
             ref = model.card.model
             if name in (ref.model, f"{ref.model}@{ref.version}"):
@@ -268,7 +271,7 @@ class FakeDirectory:
         raise ModelNotFound(f"There is no model `{name}`.", param="model")
 
     def aliases(self) -> list[str]:
-        return []
+        return list(self.routed)
 
     def place(self, model: ServedModel, tenant: str, sizes: WorkClass) -> ServedModel:
         return model

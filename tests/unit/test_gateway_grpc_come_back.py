@@ -14,12 +14,16 @@ from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
+from services.common.admission_store import AdmissionStore
 from services.common.errors import IdempotencyConflict, InvalidRequest, MillraceError, Unsupported, WorkerLost
 from services.common.grpc_client import error_from_rpc
 from services.common.grpc_server import start_server
+from services.common.metrics import Metrics
+from services.gateway.app import create_app
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from services.gateway.resumable import GRACE_S
 from tests.helpers.echo_generation import (
+    AsgiClient,
     FakeGenerator,
     FakeKeyRing,
     Step,
@@ -45,6 +49,7 @@ class Rig:
         self.clock = FakeClock()
         self.answers = resumable_answers(redis, self.clock, instance=instance)
         self.stub: Any = None
+        self.http: Any = None
 
     def call(self, *metadata: tuple[str, str], **fields: Any) -> Any:
         sent = (("authorization", "Bearer secret"), *(metadata or (("idempotency-key", "order 7"),)))
@@ -79,6 +84,8 @@ def new_rig(redis_client: aioredis.Redis) -> NewRig:
         try:
             async with grpc.aio.insecure_channel(server.address) as channel:
                 rig.stub = pb_grpc.GatewayServiceStub(channel)
+                rig.http = create_app(parts, metrics=Metrics(), ready=lambda: True)
+                await AdmissionStore(redis_client).renew_gateway(instance, server.address)
                 yield rig
         finally:
             await server.stop(0)
@@ -139,6 +146,25 @@ async def test_a_run_that_nobody_comes_back_to_is_cancelled_after_the_grace(new_
         await rig.until_forgotten()
 
         assert [state for state, _, _ in rig.generator.only.endings] == [common_pb2.TERMINAL_STATE_CANCELLED]
+
+
+async def test_a_call_that_runs_is_not_read_over_http_here_or_elsewhere(new_rig: NewRig) -> None:
+    hold = asyncio.Event()
+    first_token, *rest = one_by_one(IDS)
+    async with new_rig(FakeGenerator([first_token, hold, *rest])) as rig, new_rig(rig.generator, "gateway-2") as other:
+        call = rig.call()
+        async for message in call:
+            if message.HasField("delta"):
+                break
+        path = f"/v1/streams/{message.request_id}"
+        answers = [await AsgiClient(each.http).ask("GET", path) for each in (rig, other)]
+        hold.set()
+        left = [i async for message in call for i in message.delta.token_ids]
+
+        assert [(answer.status, answer.error["code"]) for answer in answers] == [(400, "UNSUPPORTED")] * 2
+        assert all("over gRPC" in str(answer.error["message"]) for answer in answers)
+        assert left == IDS[1:]
+        assert rig.generator.only.endings == [COMPLETED]
 
 
 async def test_another_request_under_the_key_is_a_conflict(new_rig: NewRig) -> None:

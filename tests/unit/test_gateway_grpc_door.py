@@ -20,9 +20,13 @@ from millrace.gateway.v1 import usage_sums_pb2
 from services.common.errors import MillraceError, QueueFull, WorkerLost
 from services.common.grpc_server import start_server
 from services.common.lifecycle import StartupError
+from services.common.metrics import Metrics
+from services.gateway.app import create_app
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
 from tests.helpers.echo_generation import (
     REQUEST_ID,
+    AsgiClient,
+    FakeDirectory,
     FakeGenerator,
     FakeKeyRing,
     front_parts,
@@ -178,8 +182,32 @@ async def test_models_are_those_of_the_key() -> None:
         answer = await stub.ListModels(pb.ListModelsRequest(), metadata=METADATA)
         code, _ = await failure(stub.Generate(pb.GenerateRequest(model="other", prompt="x"), metadata=METADATA))
 
-    assert [model.id for model in answer.models] == ["tiny@v1"]
+    assert [model.id for model in answer.models] == ["tiny", "tiny@v1"]
     assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_models_are_those_of_http_by_every_name() -> None:
+    old, new = served("tiny", "v1"), served("tiny", "v2")
+    parts = front_parts(FakeGenerator(), old, new, served("other"))
+    assert isinstance(parts.directory, FakeDirectory)
+    parts.directory.routed = {"stable": old, "tiny": new}
+    server = await start_server("127.0.0.1:0", GatewayService(parts).add_to, service_names=[SERVICE_NAME])
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = pb_grpc.GatewayServiceStub(channel)
+            listed = (await stub.ListModels(pb.ListModelsRequest(), metadata=METADATA)).models
+    finally:
+        await server.stop(0)
+    over_http = await AsgiClient(create_app(parts, metrics=Metrics(), ready=lambda: True)).ask("GET", "/v1/models")
+
+    assert [(m.id, m.model.version) for m in listed][-2:] == [("stable", "v1"), ("tiny", "v2")]
+    assert [
+        (m.id, m.model.version, m.owner, m.max_model_len, m.deterministic, list(m.capabilities)) for m in listed
+    ] == [
+        (m["id"], own["version"], m["owned_by"], m["max_model_len"], own["deterministic"], own["capabilities"])
+        for m in over_http.json()["data"]
+        for own in (m["millrace"],)
+    ]
 
 
 async def test_cancel_tells_whose_request_it_is_only_to_its_tenant() -> None:

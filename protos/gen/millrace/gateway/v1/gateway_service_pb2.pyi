@@ -708,11 +708,23 @@ class Model(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """A name to ask for it by: `model@version`, `model`, or a name with a route."""
     max_model_len: _builtins.int
+    """Prompt plus output, in tokens."""
     owner: _builtins.str
+    deterministic: _builtins.bool
+    """Whether the same request with the same seed always gets the same tokens."""
     @_builtins.property
-    def model(self) -> _common_pb2.ModelRef: ...
+    def model(self) -> _common_pb2.ModelRef:
+        """What the name gives now."""
+
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """completions, embeddings, chat, tools, reasoning, structured_output."""
+
     def __init__(
         self,
         *,
@@ -720,10 +732,12 @@ class Model(_message.Message):
         model: _common_pb2.ModelRef | None = ...,
         max_model_len: _builtins.int = ...,
         owner: _builtins.str = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "max_model_len", b"max_model_len", "model", b"model", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deterministic", b"deterministic", "id", b"id", "max_model_len", b"max_model_len", "model", b"model", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

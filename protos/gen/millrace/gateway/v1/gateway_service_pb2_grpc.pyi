@@ -43,6 +43,7 @@ class GatewayServiceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.EmbedRequest, _gateway_service_pb2.EmbedResponse]
     """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]
+    """What the key may use, once for each name, as `GET /v1/models`."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]
     """Cancels a running or queued request of the caller's tenant."""
     GetUsage: _grpc.UnaryUnaryMultiCallable[_usage_sums_pb2.GetUsageRequest, _usage_sums_pb2.GetUsageResponse]
@@ -66,6 +67,7 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Embed: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.EmbedRequest, _gateway_service_pb2.EmbedResponse]  # type: ignore[assignment]
     """One embedding an input, all or an error. Each input is one request in limits, queue and bill."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.ListModelsRequest, _gateway_service_pb2.ListModelsResponse]  # type: ignore[assignment]
+    """What the key may use, once for each name, as `GET /v1/models`."""
     Cancel: _aio.UnaryUnaryMultiCallable[_gateway_service_pb2.CancelRequest, _gateway_service_pb2.CancelResponse]  # type: ignore[assignment]
     """Cancels a running or queued request of the caller's tenant."""
     GetUsage: _aio.UnaryUnaryMultiCallable[_usage_sums_pb2.GetUsageRequest, _usage_sums_pb2.GetUsageResponse]  # type: ignore[assignment]
@@ -103,7 +105,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _gateway_service_pb2.ListModelsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_gateway_service_pb2.ListModelsResponse, _abc.Awaitable[_gateway_service_pb2.ListModelsResponse]]: ...
+    ) -> _typing.Union[_gateway_service_pb2.ListModelsResponse, _abc.Awaitable[_gateway_service_pb2.ListModelsResponse]]:
+        """What the key may use, once for each name, as `GET /v1/models`."""
 
     @_abc_1.abstractmethod
     def Cancel(
