@@ -20,9 +20,18 @@ from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
-from millrace_client import AsyncClient, Client, Message, MillraceError, Options, Tool
+from millrace_client import (
+    AsyncClient,
+    Client,
+    Message,
+    MillraceError,
+    Options,
+    Tool,
+    UsageGroup,
+    UsageQuery,
+)
 from services.worker.engine.fake_model_runner import echo_token
-from tests.helpers.stack import Stack
+from tests.helpers.stack import Stack, millrace
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -204,6 +213,29 @@ def test_the_python_client(echo: Stack) -> None:
     assert models[0].name == "echo"
     assert cancelled.value.reason == "CANCELLED"
     assert refused.value.reason == "MODEL_NOT_FOUND"
+
+
+def test_the_python_client_asks_once_under_a_key_and_reads_the_bill(echo: Stack) -> None:
+    options = Options(max_tokens=COUNT, metadata={"order": "7"})
+    with Client(echo.grpc_address, echo.key, timeout_s=60) as client:
+        first = client.generate("echo", "hi", options, idempotency_key="order 7")
+        again = client.generate("echo", [Message("user", "hi")], options, idempotency_key="order 8")
+        joined = client.generate("echo", "hi", options, idempotency_key="order 7")
+        with pytest.raises(MillraceError) as other:
+            client.generate("echo", "ho", options, idempotency_key="order 7")
+    created = millrace(echo.home, "key", "create", "--tenant", "demo", "--scope", "usage:read")
+    assert created.returncode == 0, created.stderr
+    echo.wait_requests([first.request_id, again.request_id], 60)
+
+    async def ask() -> list[UsageGroup]:
+        async with AsyncClient(echo.grpc_address, created.stdout.strip(), timeout_s=60) as client:
+            return await client.get_usage(UsageQuery(metadata={"order": "7"}, group_by=["model"]))
+
+    (group,) = asyncio.run(ask())
+    assert joined == first
+    assert again.request_id != first.request_id
+    assert other.value.reason == "IDEMPOTENCY_CONFLICT"
+    assert (group.keys, group.requests, group.billed.completion_tokens) == (("echo",), 2, 2 * COUNT)
 
 
 def test_langchain(echo: Stack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +13,19 @@ import pytest
 from millrace.common.v1 import common_pb2
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
+from millrace.gateway.v1 import usage_sums_pb2 as usage_pb
 
-from millrace_client import AsyncClient, Client, Message, MillraceError, Options, RetryPolicy, Tool, ToolCall
+from millrace_client import (
+    AsyncClient,
+    Client,
+    Message,
+    MillraceError,
+    Options,
+    RetryPolicy,
+    Tool,
+    ToolCall,
+    UsageQuery,
+)
 from millrace_client.errors import RETRYABLE
 from millrace_client.retry import Turn
 from services.common.errors import (
@@ -30,22 +42,27 @@ from services.common.errors import (
 from services.common.grpc_server import start_server
 
 FAST = RetryPolicy(base_s=0.0)
-Step = str | Exception | asyncio.Event
+Step = str | Exception | asyncio.Event | grpc.StatusCode
 
 
 class ScriptedGateway(pb_grpc.GatewayServiceServicer):
-    """Plays one script a call: texts, errors, and events to wait for."""
+    """Plays one script a call: texts, errors, codes to break off with, and events to wait for. `runs` names the calls
+    that tell an earlier run again."""
 
     def __init__(self, *scripts: list[Step]) -> None:
         self.scripts = list(scripts)
+        self.runs: list[str] = []
+        self.keys: list[str] = []
         self.requests: list[pb.GenerateRequest] = []
+        self.usage_requests: list[usage_pb.GetUsageRequest] = []
         self.remaining: list[float] = []
         self.cancelled = asyncio.Event()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
         self.remaining.append(context.time_remaining())
-        request_id = f"r{len(self.requests)}"
+        request_id = self.runs.pop(0) if self.runs else f"r{len(self.requests)}"
+        self.keys.append(dict(context.invocation_metadata()).get("idempotency-key", ""))
         ref = common_pb2.ModelRef(model="m", version="v1")
         try:
             yield pb.GenerateResponse(request_id=request_id, accepted=pb.GenerateAccepted(model=ref, seed=7))
@@ -54,6 +71,8 @@ class ScriptedGateway(pb_grpc.GatewayServiceServicer):
                     raise step
                 if isinstance(step, asyncio.Event):
                     await step.wait()
+                elif isinstance(step, grpc.StatusCode):
+                    await context.abort(step, "Cut.")
                 else:
                     yield pb.GenerateResponse(request_id=request_id, delta=pb.GenerateDelta(text=step, token_ids=[1]))
             last = pb.GenerateDelta(finish_reason=common_pb2.FINISH_REASON_STOP)
@@ -72,6 +91,15 @@ class ScriptedGateway(pb_grpc.GatewayServiceServicer):
             raise self.scripts.pop(0)[0]  # type: ignore[misc]
         ref = common_pb2.ModelRef(model="m", version="v1")
         return pb.ListModelsResponse(models=[pb.Model(id="m@v1", model=ref, max_model_len=64, owner="o")])
+
+    async def GetUsage(self, request: usage_pb.GetUsageRequest, context: Any) -> usage_pb.GetUsageResponse:
+        self.usage_requests.append(request)
+        answer = usage_pb.GetUsageResponse()
+        group = answer.groups.add(keys=["m"], request_count=3, completed_request_count=2)
+        group.billed.completion_token_count = 7
+        group.costs.add(currency="EUR", completion_micros=5)
+        group.accelerator.decode_time.FromMilliseconds(1_500)
+        return answer
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         return pb.CancelResponse(cancelled=request.request_id == "r1")
@@ -142,6 +170,68 @@ async def test_a_failure_after_the_first_token_is_never_repeated() -> None:
     assert seen == ["He"]
     assert (caught.value.reason, caught.value.request_id) == ("WORKER_LOST", "r1")
     assert len(gateway.requests) == 1
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_with_a_key_a_broken_connection_goes_on_where_it_was(sync: bool) -> None:
+    gateway = ScriptedGateway(["He", grpc.StatusCode.UNAVAILABLE], ["He", "llo"])
+    gateway.runs = ["run-1", "run-1"]
+    async with served(gateway) as address:
+        if sync:
+
+            def ask() -> list[str]:
+                with Client(address, "k", retry=FAST) as client:
+                    return [delta.text for delta in client.stream("m", "x", idempotency_key="order 7")]
+
+            texts = await asyncio.to_thread(ask)
+        else:
+            async with AsyncClient(address, "k", retry=FAST) as client:
+                texts = [delta.text async for delta in client.stream("m", "x", idempotency_key="order 7")]
+
+    assert texts == ["He", "llo", ""]
+    assert gateway.keys == ["order 7", "order 7"]
+
+
+@pytest.mark.parametrize("run", ["run-1", "run-2"])
+async def test_with_a_key_an_answer_that_failed_or_is_another_one_does_not_go_on(run: str) -> None:
+    first: Step = WorkerLost("Lost.") if run == "run-1" else grpc.StatusCode.UNAVAILABLE
+    gateway = ScriptedGateway(["He", first], ["He", "llo"])
+    gateway.runs = ["run-1", run]
+    async with served(gateway) as address, AsyncClient(address, "k", retry=FAST) as client:
+        with pytest.raises(MillraceError) as caught:
+            await client.generate("m", "x", idempotency_key="order 7")
+
+    assert caught.value.reason == ("WORKER_LOST" if run == "run-1" else "")
+    assert caught.value.request_id == "run-1"
+    assert len(gateway.requests) == (1 if run == "run-1" else 2)
+
+
+async def test_usage_is_asked_for_and_told_in_plain_values() -> None:
+    gateway = ScriptedGateway()
+    noon = datetime.datetime(2026, 5, 1, 12, tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
+    query = UsageQuery(model="m", metadata={"team": "a"}, start=noon, group_by=["model"])
+    async with served(gateway) as address:
+
+        def ask() -> Any:
+            with Client(address, "k") as client:
+                return client.get_usage(query)
+
+        groups = await asyncio.to_thread(ask)
+        async with AsyncClient(address, "k") as client:
+            same = await client.get_usage()
+            with pytest.raises(ValueError, match="zone"):
+                await client.get_usage(UsageQuery(end=noon.replace(tzinfo=None)))
+
+    assert groups == same
+    assert (groups[0].keys, groups[0].requests, groups[0].completed_requests) == (("m",), 3, 2)
+    assert groups[0].billed.completion_tokens == 7
+    assert (groups[0].costs[0].currency, groups[0].costs[0].completion_micros) == ("EUR", 5)
+    assert groups[0].accelerator.decode_s == 1.5
+    asked, everything = gateway.usage_requests
+    assert asked.start_time.ToDatetime(datetime.UTC) == noon
+    assert not asked.HasField("end_time")
+    assert (asked.model, dict(asked.metadata), list(asked.group_by)) == ("m", {"team": "a"}, ["model"])
+    assert everything == usage_pb.GetUsageRequest()
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("No.", param="n"), BudgetExhausted("x"), EngineError("x")])

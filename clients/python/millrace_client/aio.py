@@ -11,10 +11,12 @@ import grpc
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
-from millrace_client.calling import DEFAULT_TIMEOUT_S, Calling, open_channel
-from millrace_client.errors import error_of
+from millrace_client.calling import DEFAULT_TIMEOUT_S, KEY, Calling, Metadata, open_channel
+from millrace_client.errors import MillraceError, error_of
 from millrace_client.retry import RetryPolicy, Turn
+from millrace_client.usage import UsageGroup, UsageQuery, usage_groups, usage_request
 from millrace_client.values import (
+    AnotherRun,
     Answer,
     Delta,
     Gathered,
@@ -30,10 +32,11 @@ from millrace_client.values import (
 class AsyncStream:
     """The deltas of one answer. Iterate it once; leave it early by `cancel` or the end of its `async with` block."""
 
-    def __init__(self, stub: Any, request: pb.GenerateRequest, metadata: Any, turn: Turn) -> None:
+    def __init__(self, stub: Any, request: pb.GenerateRequest, metadata: Metadata, turn: Turn) -> None:
         self._stub = stub
         self._request = request
         self._metadata = metadata
+        self._keyed = KEY in dict(metadata)
         self._turn = turn
         self._call: Any = None
         self._cancelled = False
@@ -76,7 +79,9 @@ class AsyncStream:
             self.cancel()
 
     async def _read(self) -> AsyncIterator[Delta]:
+        failure: MillraceError | None = None
         while not self._cancelled:
+            self._gathered.told_again()
             self._call = self._stub.Generate(self._request, timeout=self._turn.left_s, metadata=self._metadata)
             try:
                 async for response in self._call:
@@ -84,11 +89,18 @@ class AsyncStream:
                     if delta is not None:
                         yield delta
                 return
+            except AnotherRun:
+                # The run that had begun is gone: its failure is what there is to tell.
+                self._call.cancel()
+                if failure is None:
+                    raise
+                raise failure from None
             except grpc.aio.AioRpcError as failed:
                 if self._cancelled:
                     return
-                error = error_of(failed, self._gathered.request_id)
-                wait_s = self._turn.wait_after(error, began=self._gathered.began)
+                failure = error_of(failed, self._gathered.request_id)
+                joins = self._keyed and failure.of_connection
+                wait_s = self._turn.wait_after(failure, began=self._gathered.began and not joins)
             except asyncio.CancelledError:
                 # grpc.aio tells of its own call's cancel in this way too.
                 if self._cancelled:
@@ -115,17 +127,35 @@ class AsyncClient:
         self._calling = Calling(api_key, timeout_s, retry)
 
     def stream(
-        self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        model: str,
+        prompt: Prompt,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
     ) -> AsyncStream:
-        """Start an answer and give its deltas. Nothing is sent before the first one is asked for."""
+        """Start an answer and give its deltas. Nothing is sent before the first one is asked for.
+
+        Equal calls with one `idempotency_key` are one generation for 24 hours. With it a connection that breaks is no
+        end: the same run is asked for again, and its deltas go on.
+        """
         request = generate_request(model, prompt, options if options is not None else Options())
-        return AsyncStream(self._stub, request, self._calling.metadata, self._calling.turn(timeout_s))
+        metadata = self._calling.keyed(idempotency_key)
+        return AsyncStream(self._stub, request, metadata, self._calling.turn(timeout_s))
 
     async def generate(
-        self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        model: str,
+        prompt: Prompt,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
     ) -> Answer:
-        """The whole answer. Raises MillraceError."""
-        return await self.stream(model, prompt, options, timeout_s=timeout_s).answer()
+        """The whole answer; `idempotency_key` as for `stream`. Raises MillraceError."""
+        stream = self.stream(model, prompt, options, timeout_s=timeout_s, idempotency_key=idempotency_key)
+        return await stream.answer()
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
         """What the key may use. Raises MillraceError."""
@@ -135,6 +165,11 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a request of the key's tenant; False when it had ended. Raises MillraceError."""
         return bool((await self._ask(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout_s)).cancelled)
+
+    async def get_usage(self, query: UsageQuery | None = None, *, timeout_s: float | None = None) -> list[UsageGroup]:
+        """Sums of the usage of the key's tenant, for a key of scope `usage:read`. Raises MillraceError."""
+        request = usage_request(query if query is not None else UsageQuery())
+        return usage_groups(await self._ask(self._stub.GetUsage, request, timeout_s))
 
     async def close(self) -> None:
         """End every call and the connection."""

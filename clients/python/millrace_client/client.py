@@ -11,10 +11,12 @@ import grpc
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
-from millrace_client.calling import DEFAULT_TIMEOUT_S, Calling, open_channel
-from millrace_client.errors import error_of
+from millrace_client.calling import DEFAULT_TIMEOUT_S, KEY, Calling, Metadata, open_channel
+from millrace_client.errors import MillraceError, error_of
 from millrace_client.retry import RetryPolicy, Turn
+from millrace_client.usage import UsageGroup, UsageQuery, usage_groups, usage_request
 from millrace_client.values import (
+    AnotherRun,
     Answer,
     Delta,
     Gathered,
@@ -31,11 +33,12 @@ class Stream:
     """The deltas of one answer. Iterate it once; leave it early by `cancel` or the end of its `with` block."""
 
     def __init__(
-        self, stub: pb_grpc.GatewayServiceStub, request: pb.GenerateRequest, metadata: Any, turn: Turn
+        self, stub: pb_grpc.GatewayServiceStub, request: pb.GenerateRequest, metadata: Metadata, turn: Turn
     ) -> None:
         self._stub = stub
         self._request = request
         self._metadata = metadata
+        self._keyed = KEY in dict(metadata)
         self._turn = turn
         self._call: Any = None
         self._cancelled = False
@@ -78,7 +81,9 @@ class Stream:
             self.cancel()
 
     def _read(self) -> Iterator[Delta]:
+        failure: MillraceError | None = None
         while not self._cancelled:
+            self._gathered.told_again()
             self._call = self._stub.Generate(self._request, timeout=self._turn.left_s, metadata=self._metadata)
             try:
                 for response in self._call:
@@ -86,11 +91,18 @@ class Stream:
                     if delta is not None:
                         yield delta
                 return
+            except AnotherRun:
+                # The run that had begun is gone: its failure is what there is to tell.
+                self._call.cancel()
+                if failure is None:
+                    raise
+                raise failure from None
             except grpc.RpcError as failed:
                 if self._cancelled:
                     return
-                error = error_of(failed, self._gathered.request_id)
-                wait_s = self._turn.wait_after(error, began=self._gathered.began)
+                failure = error_of(failed, self._gathered.request_id)
+                joins = self._keyed and failure.of_connection
+                wait_s = self._turn.wait_after(failure, began=self._gathered.began and not joins)
             time.sleep(wait_s)
 
 
@@ -115,17 +127,35 @@ class Client:
         self._calling = Calling(api_key, timeout_s, retry)
 
     def stream(
-        self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        model: str,
+        prompt: Prompt,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
     ) -> Stream:
-        """Start an answer and give its deltas. Nothing is sent before the first one is asked for."""
+        """Start an answer and give its deltas. Nothing is sent before the first one is asked for.
+
+        Equal calls with one `idempotency_key` are one generation for 24 hours. With it a connection that breaks is no
+        end: the same run is asked for again, and its deltas go on.
+        """
         request = generate_request(model, prompt, options if options is not None else Options())
-        return Stream(self._stub, request, self._calling.metadata, self._calling.turn(timeout_s))
+        metadata = self._calling.keyed(idempotency_key)
+        return Stream(self._stub, request, metadata, self._calling.turn(timeout_s))
 
     def generate(
-        self, model: str, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        model: str,
+        prompt: Prompt,
+        options: Options | None = None,
+        *,
+        timeout_s: float | None = None,
+        idempotency_key: str | None = None,
     ) -> Answer:
-        """The whole answer. Raises MillraceError."""
-        return self.stream(model, prompt, options, timeout_s=timeout_s).answer()
+        """The whole answer; `idempotency_key` as for `stream`. Raises MillraceError."""
+        stream = self.stream(model, prompt, options, timeout_s=timeout_s, idempotency_key=idempotency_key)
+        return stream.answer()
 
     def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
         """What the key may use. Raises MillraceError."""
@@ -135,6 +165,11 @@ class Client:
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """Cancel a request of the key's tenant; False when it had ended. Raises MillraceError."""
         return bool(self._ask(self._stub.Cancel, pb.CancelRequest(request_id=request_id), timeout_s).cancelled)
+
+    def get_usage(self, query: UsageQuery | None = None, *, timeout_s: float | None = None) -> list[UsageGroup]:
+        """Sums of the usage of the key's tenant, for a key of scope `usage:read`. Raises MillraceError."""
+        request = usage_request(query if query is not None else UsageQuery())
+        return usage_groups(self._ask(self._stub.GetUsage, request, timeout_s))
 
     def close(self) -> None:
         """End every call and the connection."""

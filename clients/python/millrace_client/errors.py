@@ -56,8 +56,12 @@ class MillraceError(Exception):
     @property
     def retryable(self) -> bool:
         """The same request may be sent again, as long as nothing of its answer has come."""
-        # Without a reason no Millrace spoke: UNAVAILABLE is then a connection that failed.
-        return self.reason in RETRYABLE if self.reason else self.code is grpc.StatusCode.UNAVAILABLE
+        return self.reason in RETRYABLE or self.of_connection
+
+    @property
+    def of_connection(self) -> bool:
+        """The connection failed: no Millrace spoke, and what was asked for may still run."""
+        return not self.reason and self.code is grpc.StatusCode.UNAVAILABLE
 
 
 def error_of(failed: grpc.RpcError, request_id: str = "") -> MillraceError:

@@ -45,7 +45,7 @@ class Turn:
     def wait_after(self, error: MillraceError, *, began: bool) -> float:
         """Seconds to wait before the next try. Raises the error when there is to be none.
 
-        `began`: part of the answer has come, so that a new try would say it twice.
+        `began`: part of the answer has come, and a new try would say it twice.
         """
         self._failures += 1
         if began or not error.retryable or self._failures >= self._policy.attempts:

@@ -135,18 +135,28 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """One served version; `id` is `name@version`."""
+    """What one name gives now; `id` is that name: `name@version`, `name`, or one with a route."""
 
     id: str
     name: str
     version: str
     max_model_len: int
     owner: str
+    capabilities: tuple[str, ...] = ()
+    deterministic: bool = False
 
 
 def model_of(sent: pb.Model) -> Model:
     """A model as listed."""
-    return Model(sent.id, sent.model.model, sent.model.version, sent.max_model_len, sent.owner)
+    return Model(
+        sent.id,
+        sent.model.model,
+        sent.model.version,
+        sent.max_model_len,
+        sent.owner,
+        tuple(sent.capabilities),
+        sent.deterministic,
+    )
 
 
 def generate_request(model: str, prompt: Prompt, options: Options) -> pb.GenerateRequest:
@@ -217,10 +227,16 @@ def _chat(messages: Sequence[Message], options: Options) -> pb.ChatInput:
     )
 
 
+class AnotherRun(Exception):
+    """What comes now is not the answer that had begun."""
+
+
 class Gathered:
-    """Puts an answer together from what comes."""
+    """Puts an answer together from what comes. Of a run that is told again, what is known is left out."""
 
     def __init__(self) -> None:
+        self._told = 0
+        self._known = 0
         self.request_id = ""
         self.accepted: pb.GenerateAccepted | None = None
         self.choices: dict[int, Choice] = {}
@@ -231,9 +247,20 @@ class Gathered:
         """Part of the answer has come."""
         return bool(self.choices)
 
+    def told_again(self) -> None:
+        """The request is sent once more: its responses come from the first on."""
+        self._told = 0
+
     def take(self, response: pb.GenerateResponse) -> Delta | None:
-        """The delta in a response, if there is one."""
-        self.request_id = response.request_id
+        """The delta in a response, if there is a new one. Raises AnotherRun where an answer had begun."""
+        if response.request_id != self.request_id:
+            if self.began:
+                raise AnotherRun
+            self.request_id, self._known = response.request_id, 0
+        self._told += 1
+        if self._told <= self._known:
+            return None
+        self._known = self._told
         kind = response.WhichOneof("event")
         if kind == "accepted":
             self.accepted = response.accepted
