@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_service_pb2 as pb
 
+_Cap = Literal["prompt_token_count", "output_token_count", "choice_count", "tool_count"]
 _NANOS = 1_000_000_000
 # Name of a limit → field of the message.
 _COUNTS = {
@@ -25,6 +26,8 @@ _COUNTS = {
     "daily_budget_tokens": "daily_budget_token_count",
     "monthly_budget_tokens": "monthly_budget_token_count",
 }
+# Fields of a length cap, in the order of its text.
+_CAPS: tuple[_Cap, ...] = ("prompt_token_count", "output_token_count", "choice_count", "tool_count")
 _MONEY = {"daily_budget": "daily_budget_nanos", "monthly_budget": "monthly_budget_nanos"}
 
 LimitOption = Annotated[
@@ -33,7 +36,11 @@ LimitOption = Annotated[
 ]
 LengthCapOption = Annotated[
     list[str] | None,
-    typer.Option("--length-cap", help="model=prompt:output in tokens, `*` for all other models; repeat it."),
+    typer.Option(
+        "--length-cap",
+        help="model=prompt:output:n:tools, the most of one request, lengths in tokens; `*` for all other models. Leave "
+        "out what has no cap; repeat the option.",
+    ),
 ]
 BatchOnlyOption = Annotated[bool, typer.Option("--batch-only", help="Run every request in the class batch.")]
 
@@ -54,10 +61,10 @@ def limits_of(texts: Sequence[str] | None, length_caps: Sequence[str] | None, *,
     for text in length_caps or ():
         model, _, numbers = text.rpartition("=")
         sizes = numbers.split(":")
-        if not model or len(sizes) != 2 or not all(size.isdecimal() or not size for size in sizes):
-            raise typer.BadParameter(f"{text}: expected model=prompt:output, such as '*=4096:512' or 'm=:256'.")
-        prompt, output = (int(size) if size else None for size in sizes)
-        limits.length_caps[model].CopyFrom(pb.LengthCap(prompt_token_count=prompt, output_token_count=output))
+        if not model or not 2 <= len(sizes) <= len(_CAPS) or not all(size.isdecimal() or not size for size in sizes):
+            raise typer.BadParameter(f"{text}: expected model=prompt:output:n:tools, such as '*=4096:512' or 'm=::1'.")
+        given = {name: int(size) for name, size in zip(_CAPS, sizes, strict=False) if size}
+        limits.length_caps[model].CopyFrom(pb.LengthCap(**given))
     return limits
 
 
@@ -90,6 +97,12 @@ def _value(name: str, value: Any) -> str:
     if name == "priority_ceiling":
         return common_pb2.PriorityClass.Name(value).removeprefix("PRIORITY_CLASS_").lower()
     if name == "length_caps":
-        caps = ((m, c.prompt_token_count or "", c.output_token_count or "") for m, c in sorted(value.items()))
-        return ", ".join(f"{model}={prompt}:{output}" for model, prompt, output in caps)
+        return ", ".join(f"{model}={_cap(cap)}" for model, cap in sorted(value.items()))
     return str(value)
+
+
+def _cap(cap: pb.LengthCap) -> str:
+    sizes = [str(getattr(cap, name)) if cap.HasField(name) else "" for name in _CAPS]
+    while len(sizes) > 2 and not sizes[-1]:
+        sizes.pop()
+    return ":".join(sizes)

@@ -263,10 +263,19 @@ class WorkerRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LengthCap:
-    """Most tokens of a prompt and of an answer (each choice); None is the model's own limit."""
+    """Most of one request: tokens of its prompt and of each choice, choices, tools; None is the limit of all."""
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    choices: int | None = None
+    tools: int | None = None
+
+    def row(self) -> list[int | None]:
+        """Its stored form: the values in order, without the absent ones at the end."""
+        values = list(dataclasses.astuple(self))
+        while values and values[-1] is None:
+            values.pop()
+        return values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ def dump_key(key: KeyRecord) -> str:
     fields = {f.name: getattr(key, f.name) for f in dataclasses.fields(key)}
     for name in ("limits", "key_limits"):
         fields[name] = {k: v for k, v in dataclasses.asdict(fields[name]).items() if v is not None}
-    fields["length_caps"] = {model: dataclasses.astuple(cap) for model, cap in key.length_caps.items()}
+    fields["length_caps"] = {model: cap.row() for model, cap in key.length_caps.items()}
     fields["prices"] = dict(key.prices)
     return json.dumps({name: value for name, value in fields.items() if value not in (None, {}, ())})
 

@@ -19,16 +19,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import InvalidRequest, MillraceError, NotFound
 from services.common.metrics import Metrics
 from services.gateway import openapi
-from services.gateway.api_types import CancelAnswer, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from services.gateway.api_types import CancelAnswer, DetokenizeRequest, TokenizeRequest
 from services.gateway.batches_endpoint import BatchesEndpoint
-from services.gateway.embedding import Embedder
 from services.gateway.embedding_endpoint import EmbeddingEndpoint
 from services.gateway.files_endpoint import FilesEndpoint
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import KeyRing
 from services.gateway.handlers import StreamEndpoint, chat_endpoint, completion_endpoint
 from services.gateway.health_endpoints import HealthEndpoints
-from services.gateway.http_errors import as_millrace, error_body, error_headers
+from services.gateway.http_errors import as_millrace, refusal, refusal_id
 from services.gateway.json_endpoint import JsonEndpoint, json_response
 from services.gateway.limits import Limits
 from services.gateway.model_endpoints import ModelEndpoints
@@ -71,13 +70,13 @@ class Edge:
             direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
             await (direct or self._app)(scope, receive, sending)
         except Exception as caught:
-            error = as_millrace(caught)
+            error, request_id = as_millrace(caught), refusal_id(scope)
             if error is not caught:
-                structlog.get_logger().error("request_failed", path=scope["path"][:64], exc_info=caught)
+                log = structlog.get_logger().bind(request_id=request_id)
+                log.error("request_failed", path=scope["path"][:64], exc_info=caught)
             if started:
                 return
-            body = error_body(error)
-            headers = [*error_headers(error), (b"content-length", str(len(body)).encode())]
+            headers, body = refusal(error, request_id)
             await sending({"type": "http.response.start", "status": error.row.http_status, "headers": headers})
             await sending({"type": "http.response.body", "body": body})
 
@@ -111,7 +110,6 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
     streams = StreamEndpoint(parts.answers)
     health = HealthEndpoints(directory, metrics, ready)
     described = openapi.document()
-    embeddings = EmbeddingEndpoint(Embedder(parts.generator, validator))
     responses = ResponsesEndpoint(parts, validator)
     files = FilesEndpoint(parts.files, limits)
     batches = BatchesEndpoint(parts, limits)
@@ -126,10 +124,10 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         return json_response(CancelAnswer(id=request_id, cancelled=cancelled))
 
     async def missing(request: Request, _error: Exception) -> Response:
-        return _error_response(NotFound(f"There is nothing at {request.method} {request.url.path[:256]}."))
+        return _refused(request, NotFound(f"There is nothing at {request.method} {request.url.path[:256]}."))
 
-    async def failed(_request: Request, error: Exception) -> Response:
-        return _error_response(as_millrace(error))
+    async def failed(request: Request, error: Exception) -> Response:
+        return _refused(request, as_millrace(error))
 
     direct = _direct(parts, responses)
     routes = [
@@ -153,7 +151,7 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         Route("/v1/batches/{id}", batches.get, methods=["GET"]),
         Route("/v1/batches/{id}/cancel", batches.cancel, methods=["POST"]),
         Route("/v1/streams/{request_id}", streams, methods=["GET"]),
-        Route("/v1/embeddings", JsonEndpoint(EmbeddingRequest, embeddings.embed, limits), methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingEndpoint(parts), methods=["POST"]),
         Route("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
         Route("/tokenize", JsonEndpoint(TokenizeRequest, text.tokenize, limits), methods=["POST"]),
         Route("/detokenize", JsonEndpoint(DetokenizeRequest, text.detokenize, limits), methods=["POST"]),
@@ -170,6 +168,6 @@ def _direct(parts: FrontParts, responses: ResponsesEndpoint) -> dict[str, ASGIAp
     }
 
 
-def _error_response(error: MillraceError) -> Response:
-    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(error_body(error), error.row.http_status, headers)
+def _refused(request: Request, error: MillraceError) -> Response:
+    headers, body = refusal(error, refusal_id(request.scope))
+    return Response(body, error.row.http_status, {name.decode(): value.decode() for name, value in headers})

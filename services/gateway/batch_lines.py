@@ -17,7 +17,6 @@ from services.common.errors import Cancelled, InvalidRequest, MillraceError, Ret
 from services.gateway.answer_sink import ClientSink
 from services.gateway.api_types import EmbeddingRequest
 from services.gateway.batch_types import BatchLine, LineError, LineResponse, LineResult
-from services.gateway.embedding import Embedder
 from services.gateway.embedding_endpoint import EmbeddingEndpoint
 from services.gateway.front_parts import FrontParts
 from services.gateway.handlers import chat_endpoint, completion_endpoint
@@ -77,7 +76,7 @@ class LineDoor:
         self.limits = validator.limits
         self._chat = chat_endpoint(parts, validator)
         self._completion = completion_endpoint(parts, validator)
-        self._embeddings = EmbeddingEndpoint(Embedder(parts.generator, validator))
+        self._embeddings = EmbeddingEndpoint(parts)
 
     async def answer(self, key: KeyRecord, line: BatchLine, keep: Keep) -> Failure | None:
         """Run the line to its end; None when its answer is kept."""
@@ -96,7 +95,9 @@ class LineDoor:
         if line.url == "/v1/embeddings":
             asked = decode_body(raw, EmbeddingRequest, self.limits)
             asked.priority = "batch"
-            await self._embeddings.embed(key, asked, caught.send)
+            job = self._embeddings.job(key, asked)
+            await job.validate()
+            await (await job.begin()).write(ClientSink(caught.send))
             return
         chat = line.url == "/v1/chat/completions"
         endpoint, body = (

@@ -14,6 +14,7 @@ from services.common.lifecycle import new_ulid
 from services.gateway.auth import digest_of
 from services.gateway.batch_store import OwnedBatch
 from services.gateway.batch_types import WINDOW_S, Batch, BatchBody, BatchList
+from services.gateway.come_back import refuse_key
 from services.gateway.files_endpoint import find_file, page_of
 from services.gateway.front_parts import FrontParts
 from services.gateway.handlers import read_body
@@ -33,7 +34,8 @@ class BatchesEndpoint:
         self._limits = limits
 
     async def create(self, request: Request) -> Response:
-        """Raises InvalidRequest by the field, and NotFound for a file that is not the tenant's."""
+        """Raises InvalidRequest and Unsupported by the field, NotFound for a file that is not the tenant's."""
+        refuse_key(request.headers.raw)
         body = decode_body(await read_body(request, self._limits), BatchBody, self._limits)
         check_metadata(body.metadata or {}, self._limits)
         tenant = request.state.key.tenant

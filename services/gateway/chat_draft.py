@@ -67,10 +67,16 @@ def _message(message: Message, path: str) -> dict[str, JsonValue]:
     shaped: dict[str, JsonValue] = {"role": message.role, "content": _content(message, path)}
     if message.tool_calls:
         shaped["tool_calls"] = _calls(message.tool_calls, path)
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            shaped[name] = value
+    given = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": _reasoning(message, path)}
+    shaped |= {name: value for name, value in given.items() if value is not None}
     return shaped
+
+
+def _reasoning(message: Message, path: str) -> str | None:
+    first, second = message.reasoning_content, message.reasoning
+    if None not in (first, second) and first != second:
+        raise InvalidRequest(f"`{path}.reasoning` and `{path}.reasoning_content` differ.", param=f"{path}.reasoning")
+    return second if first is None else first
 
 
 def _content(message: Message, path: str) -> str:

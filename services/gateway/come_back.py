@@ -42,11 +42,16 @@ def parse_come_back(headers: Iterable[tuple[bytes, bytes]], path: str, raw: byte
     resume = _one(sent, b"x-millrace-resume")
     if resume not in (None, b"0", b"1"):
         raise InvalidRequest("`X-Millrace-Resume` must be 0 or 1.", param="x-millrace-resume")
-    if key is None and not (resume == b"1" and stream):
-        return None
+    if key is None and resume == b"1" and not stream:
+        message = "`X-Millrace-Resume` needs `stream: true`; a whole answer is kept for an `Idempotency-Key`."
+        raise InvalidRequest(message, param="x-millrace-resume")
     last_event = parse_last_event(sent)
     if last_event is not None and (key is None or not stream):
-        raise InvalidRequest("`Last-Event-ID` needs a stream and its `Idempotency-Key`.", param="last-event-id")
+        # Else a client that only wants the rest would begin a new generation.
+        message = "`Last-Event-ID` needs a stream and its `Idempotency-Key`; without one, ask `/v1/streams`."
+        raise InvalidRequest(message, param="last-event-id")
+    if key is None and resume != b"1":
+        return None
     # Order of fields and white space do not matter; every value does, `stream` included.
     canonical = msgspec.json.encode(msgspec.json.decode(raw), order="sorted")
     body = hashlib.sha256(path.encode() + b"\0" + canonical).hexdigest()
@@ -67,6 +72,12 @@ def parse_call(metadata: Iterable[tuple[str, str | bytes]], request: Message) ->
         return None
     body = hashlib.sha256(_GENERATE + b"\0" + request.SerializeToString(deterministic=True)).hexdigest()
     return ComeBack(key, body, None, _authorization(sent))
+
+
+def refuse_key(sent: Iterable[tuple[str | bytes, str | bytes]]) -> None:
+    """For what is not run once for a key: raises Unsupported where one was sent."""
+    if any(name in ("idempotency-key", b"idempotency-key") for name, _ in sent):
+        raise Unsupported("`Idempotency-Key` is not served here: it is for answers.", param="idempotency-key")
 
 
 def parse_last_event(headers: Iterable[tuple[bytes, bytes]]) -> EventId | None:

@@ -54,17 +54,19 @@ class Embedder:
         self._generator = generator
         self._validator = validator
 
-    @contextlib.asynccontextmanager
-    async def run(self, key: KeyRecord, drafts: Sequence[RequestDraft]) -> AsyncIterator[list[Embedded]]:
-        """The answers of all inputs, in order; they count as delivered when the block ends without an error.
-
-        Nothing is admitted unless every input is valid. Raises what validation and admission raise, and the first
-        failure of an input; the others are then stopped and end as it did.
-        """
+    async def validate(self, key: KeyRecord, drafts: Sequence[RequestDraft]) -> list[ValidRequest]:
+        """The requests of all inputs, each of them valid. Raises what validation raises."""
         most = self._validator.limits.embedding_inputs
         if not 1 <= len(drafts) <= most:
             raise InvalidRequest(f"`input` takes 1 to {most} inputs.", param="input")
-        requests = [await self._validator.validate(key, draft) for draft in drafts]
+        return [await self._validator.validate(key, draft) for draft in drafts]
+
+    @contextlib.asynccontextmanager
+    async def run(self, key: KeyRecord, requests: Sequence[ValidRequest]) -> AsyncIterator[list[Embedded]]:
+        """The answers of all inputs, in order; they count as delivered when the block ends without an error.
+
+        Raises what admission raises, and the first failure of an input; the others are then stopped and end as it did.
+        """
         started: list[Generation] = []
         gate = asyncio.Semaphore(_STARTS_AT_ONCE)
         ending = ending_of(Cancelled("The client went away."))

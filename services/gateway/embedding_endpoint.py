@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import struct
 from collections.abc import Sequence
 
-from starlette.types import Send
+import msgspec
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
-from services.common.errors import InvalidRequest, Unsupported
+from services.common.errors import InvalidRequest, SlowReader, Unsupported
+from services.gateway.answer_sink import Sink
 from services.gateway.api_types import (
     EmbeddingAnswer,
     EmbeddingDetails,
@@ -18,18 +23,49 @@ from services.gateway.api_types import (
     EmbeddingUsage,
 )
 from services.gateway.embedding import Embedded, Embedder, embedding_draft
-from services.gateway.json_endpoint import send_json
+from services.gateway.front_parts import FrontParts
+from services.gateway.generation import ValidRequest
+from services.gateway.handlers import read_body, serve
+from services.gateway.http_errors import as_millrace, refusal
+from services.gateway.json_body import decode_body
 from services.gateway.request_draft import TextPrompt, TokenPrompt
 
 
 class EmbeddingEndpoint:
-    """Answers with a vector for each input."""
+    """ASGI: answers with a vector for each input; the key is in the scope's state."""
 
-    def __init__(self, embedder: Embedder) -> None:
+    def __init__(self, parts: FrontParts) -> None:
+        self._embedder = Embedder(parts.generator, parts.validator)
+        self._limits = parts.validator.limits
+        self._answers = parts.answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; raises MillraceError before anything was sent."""
+        try:
+            raw = await read_body(Request(scope, receive), self._limits)
+        except ClientDisconnect:
+            return
+        body = decode_body(raw, EmbeddingRequest, self._limits)
+        job = self.job(scope["state"]["key"], body)
+        await serve(self._answers, (scope, receive, send), raw, job, stream=False)
+
+    def job(self, key: KeyRecord, body: EmbeddingRequest) -> EmbeddingJob:
+        """One request, not yet validated."""
+        return EmbeddingJob(self._embedder, key, body)
+
+
+class EmbeddingJob:
+    """One request that may start a run."""
+
+    def __init__(self, embedder: Embedder, key: KeyRecord, body: EmbeddingRequest) -> None:
         self._embedder = embedder
+        self._key = key
+        self._body = body
+        self._requests: list[ValidRequest] = []
 
-    async def embed(self, key: KeyRecord, body: EmbeddingRequest, send: Send) -> None:
-        """Raises before anything was sent: Unsupported, and what `Embedder.run` raises."""
+    async def validate(self) -> None:
+        """Raises Unsupported, and what the validator raises."""
+        body = self._body
         if body.dimensions is not None:
             message = "`dimensions` is not supported: this model's vectors have one size."
             raise Unsupported(message, param="dimensions")
@@ -37,8 +73,47 @@ class EmbeddingEndpoint:
             embedding_draft(body.model, prompt, user=body.user or "", batch=body.priority == "batch", timeout_s=None)
             for prompt in _prompts(body.input)
         ]
-        async with self._embedder.run(key, drafts) as found:
-            await send_json(send, _answer(found, body.encoding_format), request_id=found[0].request_id)
+        self._requests = await self._embedder.validate(self._key, drafts)
+
+    async def begin(self) -> EmbeddingRun:
+        """A run whose inputs are admitted as it is written."""
+        return EmbeddingRun(self._embedder, self._key, self._requests, self._body.encoding_format)
+
+
+class EmbeddingRun:
+    """Validated inputs whose answer is to be written once. It is named by its first input."""
+
+    def __init__(
+        self, embedder: Embedder, key: KeyRecord, requests: Sequence[ValidRequest], encoding: str | None
+    ) -> None:
+        self.request_id = requests[0].request_id
+        self.timeout_s = requests[0].timeout_s
+        self._embedder = embedder
+        self._key = key
+        self._requests = requests
+        self._encoding = encoding
+
+    async def write(self, sink: Sink) -> None:
+        """Embed, write the answer or the error, and end every input."""
+        started = False
+        try:
+            async with self._embedder.run(self._key, self._requests) as found:
+                body = msgspec.json.encode(_answer(found, self._encoding))
+                own = [(b"x-request-id", found[0].request_id.encode()), (b"content-length", str(len(body)).encode())]
+                started = True
+                await sink.start(200, [(b"content-type", b"application/json"), *own])
+                await sink.write([body], more=False)
+                await sink.completed()
+        except Exception as caught:
+            error = as_millrace(caught)
+            if error is not caught:
+                structlog.get_logger().error("answer_failed", request_id=self.request_id, exc_info=caught)
+            if not started:
+                headers, body = refusal(error, self.request_id)
+                await sink.start(error.row.http_status, headers)
+                with contextlib.suppress(SlowReader):
+                    await sink.write([body], more=False)
+                    await sink.flushed()
 
 
 def floats(vector: bytes) -> tuple[float, ...]:

@@ -26,6 +26,7 @@ from services.common.errors import (
 from services.common.lifecycle import new_ulid
 from services.gateway.batch_store import FileStore
 from services.gateway.batch_types import FileDeleted, FileList, FileObject
+from services.gateway.come_back import refuse_key
 from services.gateway.json_endpoint import json_response
 from services.gateway.limits import Limits
 
@@ -45,6 +46,7 @@ class FilesEndpoint:
 
     async def create(self, request: Request) -> Response:
         """Upload. Raises PayloadTooLarge, InvalidRequest, Unsupported, by the field or the limit."""
+        refuse_key(request.headers.raw)
         form = await self._form(request)
         try:
             upload = _upload_of(form)

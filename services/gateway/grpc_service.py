@@ -17,7 +17,7 @@ from millrace.gateway.v1 import usage_sums_pb2 as usage_pb
 from services.common.admission_types import KeyRecord
 from services.common.errors import InvalidRequest
 from services.gateway.auth import INFERENCE, USAGE_READ
-from services.gateway.come_back import parse_call
+from services.gateway.come_back import parse_call, refuse_key
 from services.gateway.embedding import Embedder
 from services.gateway.front_parts import FrontParts
 from services.gateway.generation import ValidRequest
@@ -83,8 +83,9 @@ class GatewayService(pb_grpc.GatewayServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Embeddings of all inputs, or the first one's error. The call's deadline is that of each."""
         key = await self._key(context)
-        drafts = embed_drafts(request, context.time_remaining())
-        async with self._embedder.run(key, drafts) as found:
+        refuse_key(context.invocation_metadata() or ())
+        requests = await self._embedder.validate(key, embed_drafts(request, context.time_remaining()))
+        async with self._embedder.run(key, requests) as found:
             return embed_response(found)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:

@@ -61,7 +61,7 @@ class GenerationEndpoint:
     async def validate(self, key: KeyRecord, body: GenerationBody, session: str = "") -> ValidRequest:
         """The one validator. Raises MillraceError."""
         draft = self._draft_of(body)  # type: ignore[arg-type]
-        return await self._validator.validate(key, dataclasses.replace(draft, session=session))
+        return await self._validator.validate(key, dataclasses.replace(draft, session=session or draft.session))
 
     async def begin(self, key: KeyRecord, body: GenerationBody, valid: ValidRequest) -> AnswerRun:
         """Start the generation. Raises a MillraceError of limits, queue or store."""

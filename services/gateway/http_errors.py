@@ -5,14 +5,29 @@ from __future__ import annotations
 import math
 
 import msgspec
+from starlette.types import Scope
 
 from services.common.errors import Internal, MillraceError
+from services.common.lifecycle import new_ulid
 
 _DULL_STATUS = 500
+Headers = list[tuple[bytes, bytes]]
+
+
+def refusal_id(scope: Scope) -> str:
+    """The id of a request for which nothing was begun: the same one whoever tells of it."""
+    return str(scope.setdefault("state", {}).setdefault("refusal_id", new_ulid()))
+
+
+def refusal(error: MillraceError, request_id: str) -> tuple[Headers, bytes]:
+    """Headers and body of an answer that is only an error."""
+    body = error_body(error, request_id)
+    own = [(b"x-request-id", request_id.encode()), (b"content-length", str(len(body)).encode())]
+    return [*error_headers(error), *own], body
 
 
 def error_body(error: MillraceError, request_id: str = "") -> bytes:
-    """`{"error": {message, type, param, code}}`; faults of our own carry the request id and nothing else."""
+    """`{"error": {message, type, param, code, request_id}}`; faults of our own say nothing beside the id."""
     row = error.row
     message = error.message
     if row.http_status == _DULL_STATUS:

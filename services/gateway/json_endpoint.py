@@ -25,11 +25,10 @@ def json_response(value: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def send_json(send: Send, value: msgspec.Struct, *, request_id: str = "") -> None:
+async def send_json(send: Send, value: msgspec.Struct) -> None:
     """Write 200 with `value` as JSON. Raises SlowReader when the client does not take it."""
     body = msgspec.json.encode(value)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"x-request-id", request_id.encode())] if request_id else []
     sink = ClientSink(send)
     await sink.start(200, headers)
     await sink.write([body], more=False)

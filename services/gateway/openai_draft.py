@@ -110,6 +110,8 @@ def _draft(body: GenerationBody, prompt: Prompt, max_tokens: int | None, logprob
         ),
         # OpenAI's later name of the same label.
         user=body.user or body.safety_identifier or "",
+        # Where the header names no session: what shares a prefix goes where that is cached.
+        session=body.prompt_cache_key or "",
         metadata=body.metadata or {},
         priority_class=(
             common_pb2.PRIORITY_CLASS_BATCH if body.priority == "batch" else common_pb2.PRIORITY_CLASS_INTERACTIVE

@@ -28,6 +28,13 @@ from services.gateway.responses_answer import ResponsesShape, response_id
 from services.gateway.responses_types import ResponsesRequest, Turn, as_chat, input_turns
 from services.gateway.validation import Validator
 
+# A chat's fields, the longer name first.
+_OWN_WORDS = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+)
 _ID_CHARS = len("resp_") + 26
 
 
@@ -94,10 +101,16 @@ def _missing(param: str | None = None) -> NotFound:
 
 
 def _in_own_words(error: MillraceError) -> MillraceError:
-    """A chat's `tools[0].function.name` is `tools[0].name` here."""
-    if error.param is not None and error.param.startswith(("tools[", "tool_choice.")):
-        own = error.param.replace(".function", "")
-        error.message, error.param = error.message.replace(error.param, own), own
+    """What a chat calls otherwise by its name here: `tools[0].function.name` is `tools[0].name`."""
+    sent = error.param or ""
+    if sent.startswith(("tools[", "tool_choice.")):
+        own = sent.replace(".function", "")
+    elif sent.startswith("messages"):
+        own = "input"
+    else:
+        own = next((own + sent.removeprefix(name) for name, own in _OWN_WORDS if sent.startswith(name)), sent)
+    if own != sent:
+        error.message, error.param = error.message.replace(f"`{sent}`", f"`{own}`"), own
     return error
 
 
@@ -127,7 +140,8 @@ class _Job:
             earlier = stored.turns
         self._turns = [*earlier, *new]
         try:
-            draft = dataclasses.replace(chat_draft(as_chat(self._body, self._turns)), session=self._session)
+            draft = chat_draft(as_chat(self._body, self._turns))
+            draft = dataclasses.replace(draft, session=self._session or draft.session)
             self._valid = await self._validator.validate(self._key, draft)
         except MillraceError as error:
             raise _in_own_words(error) from None

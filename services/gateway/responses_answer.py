@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 from millrace.common.v1 import common_pb2
@@ -20,8 +20,9 @@ _INCOMPLETE = frozenset({common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REAS
 
 @dataclasses.dataclass(slots=True)
 class _Item:
-    """One item of the output: a message, or a call where `call_id` is set. `text` is what came of it."""
+    """One item of the output. `text` is what came of it; `call_id` and `name` are a call's."""
 
+    kind: Literal["message", "function_call", "reasoning"]
     item_id: str
     index: int
     call_id: str = ""
@@ -29,12 +30,20 @@ class _Item:
     text: str = ""
 
     def as_json(self, status: str) -> Json:
-        """The item as it stands; a message without a part where it has just begun."""
-        if self.call_id:
-            head: Json = {"id": self.item_id, "type": "function_call", "status": status, "call_id": self.call_id}
-            return {**head, "name": self.name, "arguments": self.text}
-        parts: list[JsonValue] = [] if status == "in_progress" else [_part(self.text)]
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": parts}
+        """The item as it stands; one of text is without a part where it has just begun."""
+        head: Json = {"id": self.item_id, "type": self.kind, "status": status}
+        if self.kind == "function_call":
+            return {**head, "call_id": self.call_id, "name": self.name, "arguments": self.text}
+        parts: list[JsonValue] = [] if status == "in_progress" else [self.part()]
+        if self.kind == "reasoning":
+            return {**head, "summary": [], "content": parts}
+        return {**head, "role": "assistant", "content": parts}
+
+    def part(self) -> Json:
+        """Its one part of text."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
 
 class ResponsesShape:
@@ -54,30 +63,39 @@ class ResponsesShape:
     @property
     def turn(self) -> Turn:
         """The answer so far, as the conversation keeps it."""
-        calls = [TurnCall(item.call_id, item.name, item.text) for item in self._items if item.call_id]
-        return Turn("assistant", "".join(item.text for item in self._items if not item.call_id), calls)
+        calls = [TurnCall(item.call_id, item.name, item.text) for item in self._items if item.kind == "function_call"]
+        said = {kind: "".join(i.text for i in self._items if i.kind == kind) for kind in ("message", "reasoning")}
+        return Turn("assistant", said["message"], calls, reasoning=said["reasoning"] or None)
 
     def event(self, chunk: Json) -> bytes:
         """An SSE event with its name."""
         return b"event: %b\ndata: %b\n\n" % (str(chunk["type"]).encode(), msgspec.json.encode(chunk))
 
     def opening(self, choice: int) -> list[Json]:
-        """The response begins, with its message unless it may turn out to be a call."""
+        """The response begins, with its message unless it may turn out to be a call or to begin with reasoning."""
         begun = self._object("in_progress", [], None)
         made = [self._event("response.created", response=begun), self._event("response.in_progress", response=begun)]
-        return made if self._facts.request.tools.active else made + self._begin_message()
+        request = self._facts.request
+        return made if request.tools.active or request.reasoning is not None else made + self._begin_message()
 
     def chunks(self, delta: TextDelta) -> list[Json]:
-        """New text and calls, and the end of what is open."""
+        """New reasoning, text and calls, and the end of what is open."""
         made: list[Json] = []
+        if delta.reasoning:
+            if self._open is None or self._open.kind != "reasoning":
+                made += self._end("completed")
+                index = len(self._items)
+                made += self._begin(_Item("reasoning", f"rs_{self._facts.request_id}" + _numbered(index), index))
+            made += self._add(delta.reasoning, "response.reasoning_text.delta")
         if delta.text:
-            if self._open is None or self._open.call_id:
+            if self._open is None or self._open.kind != "message":
                 made += self._end("completed") + self._begin_message()
             made += self._add(delta.text, "response.output_text.delta", logprobs=[])
         for call in delta.calls:
             if call.name:
                 made += self._end("completed")
-                made += self._begin(_Item(f"fc_{call.call_id}", len(self._items), call.call_id, call.name))
+                item = _Item("function_call", f"fc_{call.call_id}", len(self._items), call.call_id, call.name)
+                made += self._begin(item)
             if call.arguments:
                 made += self._add(call.arguments, "response.function_call_arguments.delta")
         if delta.finish_reason is not None:
@@ -101,35 +119,41 @@ class ResponsesShape:
 
     def _begin_message(self) -> list[Json]:
         index = len(self._items)
-        name = f"msg_{self._facts.request_id}" + (f"_{index}" if index else "")
-        made = self._begin(_Item(name, index))
-        return [*made, self._event("response.content_part.added", **self._place(part=True), part=_part(""))]
+        return self._begin(_Item("message", f"msg_{self._facts.request_id}" + _numbered(index), index))
 
     def _begin(self, item: _Item) -> list[Json]:
         self._items.append(item)
         self._open = item
-        return [self._event("response.output_item.added", output_index=item.index, item=item.as_json("in_progress"))]
+        made = [self._event("response.output_item.added", output_index=item.index, item=item.as_json("in_progress"))]
+        if item.kind == "function_call":
+            return made
+        return [*made, self._event("response.content_part.added", **self._place(part=True), part=item.part())]
 
     def _add(self, text: str, kind: str, **fields: object) -> list[Json]:
         item = self._items[-1]
         item.text += text
-        return [self._event(kind, **self._place(part=not item.call_id), delta=text, **fields)]
+        return [self._event(kind, **self._place(part=item.kind != "function_call"), delta=text, **fields)]
 
     def _end(self, status: str) -> list[Json]:
         item, self._open = self._open, None
         if item is None:
             return []
         done = {"output_index": item.index, "item": item.as_json(status)}
-        if item.call_id:
+        if item.kind == "function_call":
             place = {**self._place(), "name": item.name, "arguments": item.text}
             return [
                 self._event("response.function_call_arguments.done", **place),
                 self._event("response.output_item.done", **done),
             ]
         place = self._place(part=True)
+        told = (
+            self._event("response.reasoning_text.done", **place, text=item.text)
+            if item.kind == "reasoning"
+            else self._event("response.output_text.done", **place, text=item.text, logprobs=[])
+        )
         return [
-            self._event("response.output_text.done", **place, text=item.text, logprobs=[]),
-            self._event("response.content_part.done", **place, part=_part(item.text)),
+            told,
+            self._event("response.content_part.done", **place, part=item.part()),
             self._event("response.output_item.done", **done),
         ]
 
@@ -177,11 +201,13 @@ class ResponsesShape:
             "output": list(output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(body)},
             "tool_choice": _tool_choice(body),
             "tools": [_tool(tool) for tool in body.tools or ()],
             "top_p": sampling.top_p,
@@ -197,8 +223,16 @@ def response_id(request_id: str) -> str:
     return f"resp_{request_id}"
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _numbered(index: int) -> str:
+    return f"_{index}" if index else ""
+
+
+def _format(body: ResponsesRequest) -> Json:
+    sent = None if body.text is None else body.text.format
+    if sent is None or sent.type != "json_schema":
+        return {"type": "text" if sent is None else sent.type}
+    named: Json = {"type": sent.type, "name": sent.name, "description": sent.description, "strict": sent.strict is True}
+    return {**named, "schema": decode_raw(sent.schema, "text.format.schema")}
 
 
 def _tool(tool: FunctionTool) -> Json:

@@ -15,12 +15,13 @@ from services.gateway.openai_types import (
     CalledFunction,
     ChatRequest,
     FunctionSpec,
+    JsonSchema,
     Message,
     MillraceOptions,
     NamedFunction,
     NamedTool,
+    ResponseFormat,
     SentToolCall,
-    StreamOptions,
     ToolSpec,
 )
 
@@ -28,13 +29,12 @@ from services.gateway.openai_types import (
 SERVED: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
     "include": ([],),
-    "reasoning": ({},),
     "service_tier": ("auto", "default"),
-    "text": ({}, {"format": {"type": "text"}}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_PARTS = frozenset({"input_text", "output_text", "text"})
+_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text"})
+_EVENTS = "stream_options."
 
 
 class InputPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """A message, a call or its result; `id` and `status` come back when an output is sent again."""
+    """A message, a call, its result, or reasoning; `id` and `status` come back when an output is sent again."""
 
     role: str | None = None
     content: str | list[InputPart] | None = None
@@ -60,6 +60,8 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+    summary: msgspec.Raw = ABSENT
+    encrypted_content: msgspec.Raw = ABSENT
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -79,6 +81,37 @@ class NamedFunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
+class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`reasoning`; what came of it is told as it is, not summed up."""
+
+    effort: str | None = None
+    summary: msgspec.Raw = ABSENT
+    generate_summary: msgspec.Raw = ABSENT
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`text.format`: a chat's `response_format` in one level."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = ABSENT
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: msgspec.Raw = ABSENT
+
+
+class EventOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`; the last event always tells the usage."""
+
+    include_obfuscation: msgspec.Raw = ABSENT
+
+
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """`POST /v1/responses`."""
 
@@ -88,7 +121,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: EventOptions | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -101,11 +134,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     max_tool_calls: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
     prompt: msgspec.Raw = ABSENT
-    prompt_cache_key: msgspec.Raw = ABSENT
-    reasoning: msgspec.Raw = ABSENT
-    safety_identifier: msgspec.Raw = ABSENT
+    prompt_cache_key: str | None = None
+    reasoning: ReasoningOptions | None = None
+    safety_identifier: str | None = None
     service_tier: msgspec.Raw = ABSENT
-    text: msgspec.Raw = ABSENT
+    text: TextOptions | None = None
     tool_choice: str | NamedFunctionTool | None = None
     tools: list[FunctionTool] | None = None
     top_logprobs: msgspec.Raw = ABSENT
@@ -127,24 +160,38 @@ class Turn(msgspec.Struct, frozen=True):
     content: str
     calls: list[TurnCall] = []
     call_id: str | None = None
+    reasoning: str | None = None
 
 
 def input_turns(body: ResponsesRequest) -> list[Turn]:
     """The new messages of a request. Raises InvalidRequest, Unsupported."""
     refuse_raw(body, "", SERVED)
+    for options, path in ((body.reasoning, "reasoning."), (body.text, "text."), (body.stream_options, _EVENTS)):
+        if options is not None:
+            refuse_raw(options, path, {"include_obfuscation": (False,)})
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("`stream_options` needs `stream: true`.", param="stream_options")
     if isinstance(body.input, str):
         return [Turn("user", body.input)]
     if not body.input:
         raise InvalidRequest("`input` must not be empty.", param="input")
     turns: list[Turn] = []
+    reasoning: str | None = None
     for index, item in enumerate(body.input):
         path = f"input[{index}]"
-        if item.type == "function_call":
+        refuse_raw(item, f"{path}.", {"summary": ([],)})
+        if item.type == "reasoning":
+            reasoning = _text(item.content or "", f"{path}.content")
+        elif item.type == "function_call":
             # Calls belong to the assistant's message before them.
             before = turns.pop() if turns and turns[-1].role == "assistant" else Turn("assistant", "")
-            turns.append(msgspec.structs.replace(before, calls=[*before.calls, _call(item, path)]))
+            calls = [*before.calls, _call(item, path)]
+            turns.append(msgspec.structs.replace(before, calls=calls, reasoning=before.reasoning or reasoning))
         else:
-            turns.append(_turn(item, path))
+            turn = _turn(item, path)
+            turns.append(msgspec.structs.replace(turn, reasoning=reasoning) if turn.role == "assistant" else turn)
+        if item.type != "reasoning":
+            reasoning = None
     return turns
 
 
@@ -160,7 +207,11 @@ def as_chat(body: ResponsesRequest, turns: list[Turn]) -> ChatRequest:
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        response_format=_response_format(body.text),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         user=body.user,
+        safety_identifier=body.safety_identifier,
+        prompt_cache_key=body.prompt_cache_key,
         metadata=body.metadata,
         millrace=body.millrace,
     )
@@ -168,7 +219,21 @@ def as_chat(body: ResponsesRequest, turns: list[Turn]) -> ChatRequest:
 
 def _message(turn: Turn) -> Message:
     calls = [SentToolCall(call.call_id, CalledFunction(call.name, call.arguments)) for call in turn.calls]
-    return Message(role=turn.role, content=turn.content, tool_calls=calls or None, tool_call_id=turn.call_id)
+    return Message(
+        role=turn.role,
+        content=turn.content,
+        tool_calls=calls or None,
+        tool_call_id=turn.call_id,
+        reasoning_content=turn.reasoning,
+    )
+
+
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    sent = None if text is None else text.format
+    if sent is None:
+        return None
+    schema = JsonSchema(sent.name, sent.description, sent.schema, sent.strict)
+    return ResponseFormat(sent.type, schema if sent.type == "json_schema" else None)
 
 
 def _tool(tool: FunctionTool) -> ToolSpec:

@@ -60,9 +60,11 @@ class Validator:
         session = draft.session or draft.user
         model = self.resolve(key, draft.model, f"{key.tenant}\0{session}" if session else request_id)
         chat = draft.prompt if isinstance(draft.prompt, ChatPrompt) else None
+        cap = cap_of(key, model.card.model)
         if chat is not None:
             check_tools(chat.tools, limits)
             draft = with_tool_grammar(draft)
+        _check_caps(cap, draft, 0 if chat is None else len(chat.tools.tools))
         _check_labels(draft, limits)
         _check_sampling(draft.sampling, limits, model.card.vocab_size)
         await self._check_grammar(key, model, draft.sampling.grammar)
@@ -213,6 +215,13 @@ def cap_of(key: KeyRecord, model: common_pb2.ModelRef) -> LengthCap:
     caps = key.length_caps
     found = (caps[name] for name in (f"{model.model}@{model.version}", model.model, "*") if name in caps)
     return next(found, LengthCap())
+
+
+def _check_caps(cap: LengthCap, draft: RequestDraft, tool_count: int) -> None:
+    choices = 1 if draft.sampling.n is None else draft.sampling.n
+    for field, wanted, most in (("n", choices, cap.choices), ("tools", tool_count, cap.tools)):
+        if most is not None and wanted > most:
+            raise InvalidRequest(f"`{field}` asks for {wanted}; this key may ask this model for {most}.", param=field)
 
 
 def _check_bytes(field: str, size: int, most: int, context: int) -> None:

@@ -28,6 +28,12 @@ _LIMITS = {
     "daily_budget_nanos": "daily_budget_nanos",
     "monthly_budget_nanos": "monthly_budget_nanos",
 }
+_CAPS = {
+    "prompt_tokens": "prompt_token_count",
+    "output_tokens": "output_token_count",
+    "choices": "choice_count",
+    "tools": "tool_count",
+}
 
 
 def time_field(message: Any, name: str) -> datetime | None:
@@ -53,7 +59,7 @@ def stamp(time: datetime | None) -> timestamp_pb2.Timestamp | None:
 def policy_of(limits: pb.Limits, weight: float | None) -> Policy:
     """The policy that limits and weight describe."""
     caps = {
-        model: LengthCap(_optional(cap, "prompt_token_count"), _optional(cap, "output_token_count"))
+        model: LengthCap(**{ours: _optional(cap, theirs) for ours, theirs in _CAPS.items()})
         for model, cap in limits.length_caps.items()
     }
     return Policy(
@@ -145,7 +151,7 @@ def _limits_message(policy: Policy) -> pb.Limits:
         limits.priority_ceiling = common_pb2.PRIORITY_CLASS_BATCH
     for model, cap in policy.length_caps.items():
         limits.length_caps[model].CopyFrom(
-            pb.LengthCap(prompt_token_count=cap.prompt_tokens, output_token_count=cap.output_tokens)
+            pb.LengthCap(**{theirs: getattr(cap, ours) for ours, theirs in _CAPS.items()})
         )
     return limits
 

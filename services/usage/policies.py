@@ -47,9 +47,11 @@ def check_policy(policy: Policy) -> None:
     if len(policy.length_caps) > MAX_MODELS:
         raise InvalidRequest(f"length_caps takes at most {MAX_MODELS} models.", param="length_caps")
     for model, cap in policy.length_caps.items():
-        sizes = (cap.prompt_tokens, cap.output_tokens)
-        if not 1 <= len(model) <= MAX_TEXT or any(size is not None and not 1 <= size <= _MOST for size in sizes):
-            raise InvalidRequest("length_caps: every model has a name and caps of at least 1.", param="length_caps")
+        # A key without tools is one that may not have any.
+        sizes = ((cap.prompt_tokens, 1), (cap.output_tokens, 1), (cap.choices, 1), (cap.tools, 0))
+        if not 1 <= len(model) <= MAX_TEXT or any(s is not None and not least <= s <= _MOST for s, least in sizes):
+            message = "length_caps: every model has a name and caps of at least 1, for tools of at least 0."
+            raise InvalidRequest(message, param="length_caps")
 
 
 def check_policy_of_key(policy: Policy) -> None:
@@ -67,7 +69,7 @@ def policy_to_json(policy: Policy) -> dict[str, Any]:
     if policy.batch_only:
         fields["batch_only"] = True
     if policy.length_caps:
-        fields["length_caps"] = {model: dataclasses.astuple(cap) for model, cap in policy.length_caps.items()}
+        fields["length_caps"] = {model: cap.row() for model, cap in policy.length_caps.items()}
     return fields
 
 
@@ -98,6 +100,4 @@ def _cap(caps: Mapping[str, LengthCap], name: str) -> LengthCap:
 
 
 def _stricter_cap(first: LengthCap, second: LengthCap) -> LengthCap:
-    return LengthCap(
-        stricter(first.prompt_tokens, second.prompt_tokens), stricter(first.output_tokens, second.output_tokens)
-    )
+    return LengthCap(*map(stricter, dataclasses.astuple(first), dataclasses.astuple(second)))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import httpx
 import openai
+import pydantic
 import pytest
+from millrace.common.v1 import common_pb2
 
 from services.common.http_server import HttpServer, listen
 from services.common.metrics import Metrics
@@ -58,7 +60,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     clock = FakeClock()
     store = SqliteResponseStore(tmp_path / "store", clock)
     keyring = FakeKeyRing(secret=key(), other=key("other"))
-    parts = front_parts(generator, served(), keyring=keyring, responses=store)
+    parts = front_parts(generator, served(structured_output=True), keyring=keyring, responses=store)
     server = HttpServer(create_app(parts, metrics=Metrics(), ready=lambda: True), listen("127.0.0.1:0"))
     server.start()
     made = Rig(generator, store, clock, f"http://127.0.0.1:{server.port}")
@@ -205,6 +207,27 @@ async def test_reads_make_no_request(rig: Rig) -> None:
     assert len(rig.generator.requests) == 1
 
 
+async def test_structured_text_is_held_to_its_schema_and_parsed(rig: Rig) -> None:
+    class City(pydantic.BaseModel):
+        city: str
+
+    rig.generator.script = one_by_one(list(b'{"city": "Rom"}'), finish=STOP)
+    answer = await rig.sdk.responses.parse(model="tiny", input="Where?", text_format=City)
+    loose = await rig.sdk.responses.create(model="tiny", input="Where?", text={"format": {"type": "json_object"}})
+
+    assert answer.output_parsed == City(city="Rom")
+    first, second = (valid.sampling.grammar for _, valid in rig.generator.requests)
+    assert first.kind == common_pb2.GRAMMAR_KIND_JSON_SCHEMA
+    assert "city" in json.loads(first.text)["properties"]
+    assert answer.text is not None
+    assert answer.text.format is not None
+    assert answer.text.format.type == "json_schema"
+    assert second.kind == common_pb2.GRAMMAR_KIND_JSON_OBJECT
+    assert loose.text is not None
+    assert loose.text.format is not None
+    assert loose.text.format.type == "json_object"
+
+
 async def test_a_failed_answer_is_not_stored(rig: Rig) -> None:
     rig.generator.script = [*one_by_one(HELLO)[:2], RuntimeError("boom")]
     with pytest.raises(openai.InternalServerError):
@@ -224,7 +247,15 @@ async def test_a_failed_answer_is_not_stored(rig: Rig) -> None:
         ({"input": [{"type": "function_call_output", "output": "22"}]}, "input[0].call_id"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 7}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": [{"type": "function_call", "role": "user", "content": "x"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
@@ -251,6 +282,12 @@ async def test_the_store_survives_a_restart_and_is_shared(rig: Rig, tmp_path: Pa
     found = await again.get("acme", made.id)
 
     assert found is not None
-    assert json.loads(found)["turns"][-1] == {"role": "assistant", "content": "Hello", "calls": [], "call_id": None}
+    assert json.loads(found)["turns"][-1] == {
+        "role": "assistant",
+        "content": "Hello",
+        "calls": [],
+        "call_id": None,
+        "reasoning": None,
+    }
     assert all([await rig.store.get("acme", f"r{i}") == b"x" for i in range(20)])
     await again.close()

@@ -103,12 +103,12 @@ async def test_gateways_see_counted_limits_apart_and_the_stricter_of_all_others(
 ) -> None:
     await app.hot_copy.rebuild()
     limits = pb.Limits(tokens_per_minute=500, monthly_budget_nanos=10**9, queued_request_count=9, worker_slot_count=4)
-    limits.length_caps["*"].CopyFrom(pb.LengthCap(prompt_token_count=100, output_token_count=50))
+    limits.length_caps["*"].CopyFrom(pb.LengthCap(prompt_token_count=100, output_token_count=50, choice_count=2))
     await root.tenant(limits=limits, weight=2.0)
     own = pb.Limits(
         input_tokens_per_minute=7, queued_request_count=20, priority_ceiling=common_pb2.PRIORITY_CLASS_BATCH
     )
-    own.length_caps["echo"].CopyFrom(pb.LengthCap(output_token_count=80))
+    own.length_caps["echo"].CopyFrom(pb.LengthCap(output_token_count=80, choice_count=4, tool_count=0))
 
     key = await root.key(limits=own, weight=0.1, scopes=["inference", "usage:read"], project="search")
 
@@ -125,7 +125,7 @@ async def test_gateways_see_counted_limits_apart_and_the_stricter_of_all_others(
         batch_only=True,
         queued_requests=9,
         worker_slots=4,
-        length_caps={"*": LengthCap(100, 50), "echo": LengthCap(100, 50)},
+        length_caps={"*": LengthCap(100, 50, 2), "echo": LengthCap(100, 50, 2, 0)},
     )
     listed = (await root.accounts.ListKeys(pb.ListKeysRequest(tenant="acme"), **root.sent)).keys
     assert listed[0].limits == own
@@ -336,7 +336,7 @@ def test_a_policy_is_stored_and_read_back_whole() -> None:
         worker_slots=12,
         worker_blocks=13,
         batch_only=True,
-        length_caps={"m@1": LengthCap(1), "*": LengthCap(None, 2)},
+        length_caps={"m@1": LengthCap(1), "*": LengthCap(None, 2), "n": LengthCap(tools=0), "o": LengthCap()},
     )
 
     assert policy_from_json(policy_to_json(policy)) == policy
@@ -351,6 +351,8 @@ def test_a_policy_is_stored_and_read_back_whole() -> None:
         (KeySpec("acme", policy=Policy(worker_slots=1)), "worker_slots"),
         (KeySpec("acme", policy=Policy(length_caps={"": LengthCap()})), "length_caps"),
         (KeySpec("acme", policy=Policy(length_caps={"m": LengthCap(0)})), "length_caps"),
+        (KeySpec("acme", policy=Policy(length_caps={"m": LengthCap(choices=0)})), "length_caps"),
+        (KeySpec("acme", policy=Policy(length_caps={"m": LengthCap(tools=-1)})), "length_caps"),
         (KeySpec("acme", policy=Policy(weight=float("nan"))), "weight"),
         (KeySpec("acme", scopes=()), "scopes"),
         (KeySpec("acme", scopes=("admin",)), "scopes"),

@@ -254,6 +254,7 @@ async def test_the_grace_over_cancels_and_counts_only_what_a_client_took(new_rig
         [(b"x-millrace-resume", b"yes")],
         [KEY, (b"last-event-id", b"nonsense")],
         [(b"x-millrace-resume", b"1"), (b"last-event-id", f"{REQUEST_ID}:1".encode())],
+        [(b"last-event-id", f"{REQUEST_ID}:1".encode())],
     ],
 )
 async def test_odd_headers_are_400(new_rig: NewRig, headers: list[tuple[bytes, bytes]]) -> None:
@@ -262,6 +263,47 @@ async def test_odd_headers_are_400(new_rig: NewRig, headers: list[tuple[bytes, b
 
     assert answer.status == 400
     assert rig.generator.generations == []
+
+
+async def test_to_resume_a_whole_answer_is_400(new_rig: NewRig) -> None:
+    rig = new_rig(FakeGenerator(script()))
+    answer = await rig.post((b"x-millrace-resume", b"1"))
+
+    assert (answer.status, answer.error["param"]) == (400, "x-millrace-resume")
+    assert rig.generator.generations == []
+
+
+async def test_equal_embeddings_under_a_key_are_one_request_and_a_failed_one_frees_it(new_rig: NewRig) -> None:
+    finish = common_pb2.FINISH_REASON_STOP
+    steps: list[Step] = [WorkerLost("Lost.")]
+    rig = new_rig(FakeGenerator(lambda _: steps))
+    rig.generator.embedding_of = lambda _: bytes(8)
+    sent = {"model": "tiny", "input": ["a", "b"]}
+
+    async def ask(**fields: Any) -> HttpAnswer:
+        return await rig.client().ask("POST", "/v1/embeddings", sent | fields, headers=[AUTHORIZATION, KEY])
+
+    failed = await ask()
+    begun = len(rig.generator.generations)
+    await until(lambda: all(each.endings for each in rig.generator.generations))
+    steps[:] = [tokens([], finish=finish)]
+    first, second = await ask(), await ask()
+    other = await ask(input=["a"])
+
+    assert (failed.status, failed.error["code"]) == (502, "WORKER_LOST")
+    assert failed.headers["x-request-id"] == failed.error["request_id"]
+    assert first.status == 200
+    assert (second.body, second.headers) == (first.body, first.headers)
+    assert (other.status, other.error["code"]) == (422, "IDEMPOTENCY_CONFLICT")
+    assert len(rig.generator.generations) == begun + 2
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+async def test_a_key_where_nothing_is_run_once_for_it_is_refused(new_rig: NewRig, path: str) -> None:
+    rig = new_rig(FakeGenerator(script()))
+    answer = await rig.client().ask("POST", path, {}, headers=[AUTHORIZATION, KEY])
+
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "UNSUPPORTED", "idempotency-key")
 
 
 @pytest.mark.parametrize("sent", [b"x" * 255, b'"8e03978e-40d5-43dd-bc93-6894a57f9324"', "ключ 🔑".encode(), b"a b\tc"])

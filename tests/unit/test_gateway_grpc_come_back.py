@@ -192,6 +192,17 @@ async def test_a_failure_reaches_its_client_with_its_reason_and_frees_the_key(ne
         assert len(rig.generator.generations) == 2
 
 
+async def test_a_key_of_embeddings_is_refused_by_name(new_rig: NewRig) -> None:
+    async with new_rig(FakeGenerator()) as rig:
+        request = pb.EmbedRequest(model="tiny", inputs=[pb.EmbedInput(text="a")])
+        sent = (("authorization", "Bearer secret"), ("idempotency-key", "a"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rig.stub.Embed(request, metadata=sent)
+        error = error_from_rpc(caught.value)
+
+        assert (type(error), error.param) == (Unsupported, "idempotency-key")
+
+
 @pytest.mark.parametrize(
     ("metadata", "kind"),
     [

@@ -174,6 +174,48 @@ async def test_a_session_decides_the_version_before_the_user_at_every_endpoint(p
     assert [ask.key for ask in parts.directory.asks] == ["acme\0s1", "acme\0ann"]
 
 
+async def test_a_prompt_cache_key_keeps_requests_on_one_version_unless_a_session_does() -> None:
+    parts = front_parts(FakeGenerator(one_by_one([65])), served())
+    asking = AsgiClient(create_app(parts, metrics=Metrics(), ready=lambda: True))
+    for path, said in (("/v1/completions", {"prompt": "hi"}), ("/v1/responses", {"input": "hi"})):
+        for headers in ([KEYED], [KEYED, (b"x-millrace-session", b"s1")]):
+            body = {"model": "tiny", "user": "ann", "prompt_cache_key": "p1", **said}
+            assert (await asking.ask("POST", path, body, headers=headers)).status == 200
+
+    assert isinstance(parts.directory, FakeDirectory)
+    assert [ask.key for ask in parts.directory.asks] == ["acme\0p1", "acme\0s1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/nothing", b"", 404),
+        ("DELETE", "/v1/models", b"", 404),
+        ("POST", "/v1/chat/completions", b"{", 400),
+        ("POST", "/v1/embeddings", b"{}", 400),
+        ("POST", "/tokenize", b"{}", 400),
+        ("GET", "/v1/responses/x", b"", 404),
+    ],
+)
+async def test_a_refusal_has_an_id_in_header_and_body(method: str, path: str, body: bytes, status: int) -> None:
+    answer = await client().ask(method, path, body)
+
+    assert answer.status == status
+    assert len(answer.headers["x-request-id"]) == 26
+    assert answer.error["request_id"] == answer.headers["x-request-id"]
+
+
+async def test_a_fault_of_ours_says_its_id_and_logs_it(capsys: pytest.CaptureFixture[str]) -> None:
+    generator = FakeGenerator()
+    generator.refusal = ValueError("/secret")
+
+    answer = await front(generator).chat()
+
+    assert answer.status == 500
+    assert "secret" not in answer.body.decode()
+    assert answer.error["request_id"] in capsys.readouterr().out
+
+
 async def test_models_are_those_that_the_key_may_use() -> None:
     models = [served("tiny", "v2"), served("tiny", "v1"), served("other", "v1")]
     keys = FakeKeyRing(all=key(), tiny=key("b", "tiny"), old=key("c", "tiny@v1"), none=key("d", "zzz"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -152,3 +153,42 @@ async def test_reasoning_that_comes_back_is_shown_to_a_template_that_wants_it() 
     await front(generator, model).chat(messages=sent)
 
     assert bytes(list(generator.requests[0][1].prompt_token_ids)).startswith(b"[why]b")
+
+
+async def test_responses_tell_reasoning_as_an_item_of_its_own_and_take_it_back() -> None:
+    model = served(template=THINKS, specials=MARKERS)
+    made = ids("<think>\nhm\n</think>\n\nYes.", model.tokenizer)
+    generator = FakeGenerator(lambda _: one_by_one(made, finish=STOP))
+    asked = {"model": "tiny", "input": "Why?", "reasoning": {"effort": "low"}}
+
+    whole = (await front(generator, model).ask("POST", "/v1/responses", asked)).json()
+    streamed = await front(generator, model).ask("POST", "/v1/responses", asked | {"stream": True})
+    again = {"model": "tiny", "input": [{"role": "user", "content": "Why?"}, *whole["output"]]}
+    taken = await front(generator, model).ask("POST", "/v1/responses", again)
+
+    thought, said_item = whole["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "hm\n"}])
+    assert [part["text"] for part in said_item["content"]] == ["Yes."]
+    assert whole["reasoning"]["effort"] == "low"
+    events = [json.loads(line[6:]) for line in streamed.body.decode().splitlines() if line.startswith("data: ")]
+    assert "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta") == "hm\n"
+    assert [e["item"]["type"] for e in events if e["type"] == "response.output_item.added"] == ["reasoning", "message"]
+    outputs = [[without_id(item) for item in told["output"]] for told in (whole, events[-1]["response"])]
+    assert outputs[0] == outputs[1]
+    assert taken.status == 200
+
+
+def without_id(item: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in item.items() if name != "id"}
+
+
+async def test_both_names_of_reasoning_that_comes_back_are_one() -> None:
+    model = served(template="{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>")
+    generator = FakeGenerator(one_by_one([65]))
+    sent = {"role": "assistant", "content": "b", "reasoning": "why"}
+
+    await front(generator, model).chat(messages=[sent])
+    other = await front(generator, model).chat(messages=[sent | {"reasoning_content": "because"}])
+
+    assert bytes(generator.requests[0][1].prompt_token_ids.tolist()).startswith(b"[why]b")
+    assert (other.status, other.error["param"]) == (400, "messages[0].reasoning")

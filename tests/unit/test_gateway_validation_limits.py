@@ -11,8 +11,8 @@ from services.common.admission_types import LengthCap
 from services.common.errors import InvalidRequest
 from services.gateway.grammar_checker import GrammarChecker
 from services.gateway.limits import Limits
-from services.gateway.openai_draft import completion_draft
-from services.gateway.openai_types import CompletionRequest
+from services.gateway.openai_draft import chat_draft, completion_draft
+from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.gateway.validation import Validator
 from tests.helpers.echo_generation import (
     FakeDirectory,
@@ -235,6 +235,9 @@ async def test_a_bos_token_is_there_once() -> None:
         ({"*": LengthCap(output_tokens=1), "tiny": LengthCap(output_tokens=9)}, {"max_tokens": 9}, None),
         ({"tiny": LengthCap(output_tokens=9), VERSION: LengthCap(output_tokens=3)}, {"max_tokens": 4}, "max_tokens"),
         ({"other": LengthCap(1, 1)}, {"max_tokens": 50}, None),
+        ({"*": LengthCap(choices=2)}, {"n": 2}, None),
+        ({"*": LengthCap(choices=2)}, {"n": 3}, "n"),
+        ({"*": LengthCap(tools=0)}, {}, None),
     ],
 )
 async def test_a_keys_length_cap_holds_at_its_value_and_not_one_past_it(
@@ -249,6 +252,22 @@ async def test_a_keys_length_cap_holds_at_its_value_and_not_one_past_it(
         return
     with pytest.raises(InvalidRequest) as refused:
         await validator.validate(key_of_caps, draft)
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(("most", "param"), [(0, "tools"), (1, "tools"), (2, None), (None, None)])
+async def test_a_keys_cap_on_tools_holds_at_its_value_and_not_one_past_it(most: int | None, param: str | None) -> None:
+    capped = dataclasses.replace(key(), length_caps={"tiny": LengthCap(tools=most)})
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "take")]
+    sent = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    draft = chat_draft(msgspec.convert(sent, ChatRequest))
+    validator = Validator(FakeDirectory(served()), InlineRenderer(), GrammarChecker())
+
+    if param is None:
+        assert (await validator.validate(capped, draft)).tools.tools
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        await validator.validate(capped, draft)
     assert refused.value.param == param
 
 

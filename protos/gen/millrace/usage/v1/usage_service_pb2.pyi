@@ -1273,32 +1273,48 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class LengthCap(_message.Message):
-    """LengthCap bounds a request in tokens; absent is the model's own bound."""
+    """LengthCap bounds one request; absent is the bound of all requests to the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CHOICE_COUNT_FIELD_NUMBER: _builtins.int
+    TOOL_COUNT_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
     output_token_count: _builtins.int
+    """Of each choice."""
+    choice_count: _builtins.int
+    tool_count: _builtins.int
+    """0 means that a request may not have tools."""
     def __init__(
         self,
         *,
         prompt_token_count: _builtins.int | None = ...,
         output_token_count: _builtins.int | None = ...,
+        choice_count: _builtins.int | None = ...,
+        tool_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_output_token_count", b"_output_token_count", "_prompt_token_count", b"_prompt_token_count", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_output_token_count", b"_output_token_count", "_prompt_token_count", b"_prompt_token_count", "_tool_count", b"_tool_count", "choice_count", b"choice_count", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count", "tool_count", b"tool_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_token_count", b"_output_token_count", "_prompt_token_count", b"_prompt_token_count", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count", "_output_token_count", b"_output_token_count", "_prompt_token_count", b"_prompt_token_count", "_tool_count", b"_tool_count", "choice_count", b"choice_count", "output_token_count", b"output_token_count", "prompt_token_count", b"prompt_token_count", "tool_count", b"tool_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__choice_count: _TypeAlias = _typing.Literal["choice_count"]  # noqa: Y015
+    _WhichOneofArgType__choice_count: _TypeAlias = _typing.Literal["_choice_count", b"_choice_count"]  # noqa: Y015
     _WhichOneofReturnType__output_token_count: _TypeAlias = _typing.Literal["output_token_count"]  # noqa: Y015
     _WhichOneofArgType__output_token_count: _TypeAlias = _typing.Literal["_output_token_count", b"_output_token_count"]  # noqa: Y015
     _WhichOneofReturnType__prompt_token_count: _TypeAlias = _typing.Literal["prompt_token_count"]  # noqa: Y015
     _WhichOneofArgType__prompt_token_count: _TypeAlias = _typing.Literal["_prompt_token_count", b"_prompt_token_count"]  # noqa: Y015
+    _WhichOneofReturnType__tool_count: _TypeAlias = _typing.Literal["tool_count"]  # noqa: Y015
+    _WhichOneofArgType__tool_count: _TypeAlias = _typing.Literal["_tool_count", b"_tool_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice_count) -> _WhichOneofReturnType__choice_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__output_token_count) -> _WhichOneofReturnType__output_token_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_token_count) -> _WhichOneofReturnType__prompt_token_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_count) -> _WhichOneofReturnType__tool_count | None: ...
 
 Global___LengthCap: _TypeAlias = LengthCap  # noqa: Y015
 
