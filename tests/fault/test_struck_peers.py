@@ -18,7 +18,8 @@ from millrace.worker.v1 import worker_service_pb2 as pb
 
 from tests.helpers.redis import RedisProcess, free_port
 from tests.helpers.struck_worker import MODULE
-from tests.helpers.worker import WAIT_S, GatewayClient, echo_tokens, entry, submit_request
+from tests.helpers.waiting import WAIT_S
+from tests.helpers.worker import GatewayClient, echo_tokens, entry, submit_request
 from tests.helpers.worker_processes import WorkerProcesses
 
 POINTS = ("prefill.after_accept", "prefill.after_batch", "decode.after_landed")

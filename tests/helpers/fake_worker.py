@@ -143,15 +143,3 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             self.most_running = max(self.most_running, sum(self.running.values()))
             self.change()
         return response
-
-
-async def until(condition: Any, *, timeout_s: float = 10.0) -> None:
-    """Wait until `condition()` is true (it may be a coroutine function)."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            result = condition()
-            if asyncio.iscoroutine(result):
-                result = await result
-            if result:
-                return
-            await asyncio.sleep(0.005)

@@ -19,6 +19,7 @@ from services.usage.config import UsageConfig
 from services.worker import wiring as worker_wiring
 from services.worker.config import WorkerConfig
 from services.worker.model_source import LoadedModel
+from tests.helpers.waiting import WAIT_S
 
 KEY = "mr_test_0123456789abcdef0123456789abcdef"
 ADMIN_TOKEN = "mra_test_0123456789abcdef0123456789abcdef"
@@ -82,9 +83,9 @@ async def running_services(
         url = f"http://127.0.0.1:{gateway.http_port}"
         headers = {"Authorization": f"Bearer {KEY}"}
         # As many connections at once as a test has streams; by itself the library takes a hundred.
-        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=30, limits=httpx.Limits())
+        client = httpx.AsyncClient(base_url=url, headers=headers, timeout=WAIT_S, limits=httpx.Limits())
         await stack.enter_async_context(client)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:
                 await asyncio.sleep(0.05)
         yield FourServices(client, gateway, worker, usage, router, more)
@@ -94,7 +95,7 @@ async def ledger_row(client_id: str, database: Path) -> None:
     """Wait until the ledger has the row of this request."""
     import sqlite3
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while True:
             with contextlib.closing(sqlite3.connect(database)) as connection:
                 found = connection.execute("SELECT 1 FROM ledger WHERE request_id = ?", (client_id,)).fetchone()

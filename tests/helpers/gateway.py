@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -27,12 +27,16 @@ from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation, TokenEvent, ValidRequest
 from tests.helpers.redis import usage_events
-from tests.helpers.worker import WAIT_S
+from tests.helpers.waiting import WAIT_S, until
 
 POOL = Pool("echo")
 KEY = KeyRecord(
     key_id="key-1", tenant="acme", project="", models=(), weight=1.0, limits=QuotaLimits(concurrent_requests=1_000)
 )
+
+
+# A worker that is frozen is left for the next one after it.
+SUBMIT_S = 5.0
 
 
 class FakeRouter:
@@ -70,7 +74,7 @@ class FakeRouter:
             )
             async with open_channel(worker.address) as channel:
                 try:
-                    answer = await worker_service_pb2_grpc.WorkerServiceStub(channel).Submit(request, timeout=1)
+                    answer = await worker_service_pb2_grpc.WorkerServiceStub(channel).Submit(request, timeout=SUBMIT_S)
                 except grpc.aio.AioRpcError:
                     continue
             if answer.accepted:
@@ -87,10 +91,8 @@ class GatewayRig:
     back: Back
     redis: aioredis.Redis
 
-    async def until(self, condition: object) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():  # type: ignore[operator]
-                await asyncio.sleep(0.01)
+    async def until(self, condition: Callable[[], object]) -> None:
+        await until(condition)
 
     async def usage_events(self) -> list[usage_event_pb2.UsageEvent]:
         return await usage_events(self.redis, POOL)

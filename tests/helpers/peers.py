@@ -14,8 +14,8 @@ from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import EngineStats, SchedulerOutput
 from services.worker.model_source import LoadedModel
 from tests.helpers.tcp_proxy import TcpProxy, tcp_proxy
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import (
-    WAIT_S,
     GatewayClient,
     WorkerRig,
     echo_config,

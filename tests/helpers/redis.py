@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import shutil
 import signal
 import socket
@@ -35,10 +37,13 @@ def tls_redis_binary() -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago. It is below those that the system gives to connections and to port 0, so
+    that nobody gets it by chance before the test's own process does."""
+    while True:
+        port = 16_000 + secrets.randbelow(16_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RedisProcess:

@@ -9,6 +9,7 @@ from pathlib import Path
 import redis
 
 from tests.helpers.redis import RedisProcess, free_port, redis_binary
+from tests.helpers.waiting import WAIT_S
 
 NAME = "millrace"
 DOWN_AFTER_MS = 500
@@ -70,7 +71,7 @@ class WatchedRedis:
         with redis.Redis.from_url(self.replica.url, decode_responses=True) as client:
             return str(client.info("replication").get("master_link_status"))
 
-    def _wait(self, condition: object, within_s: float = 20.0) -> None:
+    def _wait(self, condition: object, within_s: float = WAIT_S) -> None:
         end = time.monotonic() + within_s
         while True:
             try:

@@ -15,6 +15,7 @@ from typing import Any
 
 from cli.stack_state import StackState, demo_key, process_alive, read_state
 from tests.helpers.redis import free_port
+from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
@@ -132,7 +133,7 @@ class Stack:
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    def wait_ledger(self, count: int, timeout_s: float = 20.0) -> list[dict[str, Any]]:
+    def wait_ledger(self, count: int, timeout_s: float = WAIT_S) -> list[dict[str, Any]]:
         """The ledger once it has `count` rows (or at the timeout, for the test to judge)."""
         return self._wait_rows(lambda rows: len(rows) >= count, timeout_s)
 

@@ -20,9 +20,9 @@ from services.worker.config import EngineSettings, WorkerConfig
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.model_source import ECHO_VOCABULARY, LoadedModel, load_model
 from services.worker.service import ServedModel
-from tests.helpers.fake_worker import until
 from tests.helpers.four_services import FourServices, running_services
 from tests.helpers.transcripts import Transcript, stream_completion
+from tests.helpers.waiting import until
 from tests.helpers.worker import Gate
 
 V1, V2 = Target("echo", "1"), Target("echo", "2")
@@ -65,7 +65,7 @@ class Versions:
                 rows[:] = connection.execute("SELECT * FROM ledger").fetchall()
             return len(rows) >= count
 
-        await until(complete, timeout_s=20)
+        await until(complete)
         return {row["request_id"]: row for row in rows}
 
 
@@ -130,7 +130,7 @@ async def roll_forward_and_back(rig: Versions, clients: int, tokens: int) -> lis
             load.create_task(one(rig.services.client))
         for share, withdrawn, version in ((25, (), "2"), (100, (), "2"), (0, (V2,), "1")) * 2:
             await rig.route(share, *withdrawn)
-            await until(lambda v=version: v in since_the_change(), timeout_s=60)
+            await until(lambda v=version: v in since_the_change())
             assert share == 25 or since_the_change() == {version}
         stop.set()
     seen = [transcript for _, transcript in began]

@@ -24,15 +24,12 @@ from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.model_source import ECHO_VOCABULARY, LoadedModel, load_model
 from services.worker.wiring import WorkerApp, build
-
-WAIT_S = 20.0
+from tests.helpers.waiting import WAIT_S, until
 
 
 async def poll(condition: Callable[[], object]) -> None:
     """Ask until the condition holds: the worker under test has no signal for what tests look at."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
+    await until(condition, every_s=0.002)
 
 
 class RememberingStore:
@@ -170,7 +167,7 @@ class Gate:
         self.steps += 1
         if not self.open.is_set():
             self.held.set()
-            self.open.wait(30)
+            self.open.wait(WAIT_S)
 
 
 class GatewayClient:

@@ -17,7 +17,8 @@ from services.router import cache_watch
 from services.router.cache_watch import CacheWatch
 from services.router.prefix_index import PrefixIndex
 from tests.helpers.fake_clock import FakeClock
-from tests.helpers.fake_worker import FakeWorker, until
+from tests.helpers.fake_worker import FakeWorker
+from tests.helpers.waiting import until
 from tests.helpers.worker import echo_config, entry, running_worker
 
 

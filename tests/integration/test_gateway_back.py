@@ -390,24 +390,38 @@ async def test_a_worker_that_leaves_hands_its_streams_to_another(
     await second.stop()
 
 
-async def test_a_drain_lets_streams_end_and_tells_the_rest(rig: GatewayRig, store: AdmissionStore) -> None:
-    short = await rig.back.generator.start(KEY, rig.request(max_tokens=5))
-    long = await rig.back.generator.start(KEY, rig.request(max_tokens=480))
-    reading = [asyncio.create_task(read_all(g)) for g in (short, long)]
-    await asyncio.sleep(0)
+async def test_a_drain_lets_streams_end_and_refuses_new_work(
+    rig: GatewayRig, router: FakeRouter, store: AdmissionStore
+) -> None:
+    router.paused = True
+    running = await rig.back.generator.start(KEY, rig.request(max_tokens=5))
+    reading = asyncio.create_task(read_all(running))
 
-    draining = asyncio.create_task(rig.back.drain(0.3))
-    await asyncio.sleep(0)
+    draining = asyncio.create_task(rig.back.drain(WAIT_S))
+    await rig.until(lambda: rig.back.draining)
     with pytest.raises(Draining):
         await rig.back.generator.start(KEY, rig.request())
     assert not rig.back.ready()
+    router.paused = False
     await draining
 
-    first, second = await asyncio.gather(*reading)
-    assert first.error is None
-    assert isinstance(second.error, Draining)
+    assert (await reading).error is None
     await assert_idle(rig, store)
-    assert len(await rig.usage_events()) == 2
+    assert len(await rig.usage_events()) == 1
+
+
+async def test_a_drain_tells_what_outlives_its_grace(
+    rig: GatewayRig, router: FakeRouter, store: AdmissionStore
+) -> None:
+    router.paused = True
+    waiting = await rig.back.generator.start(KEY, rig.request(max_tokens=5))
+    reading = asyncio.create_task(read_all(waiting))
+
+    await rig.back.drain(0.05)
+
+    assert isinstance((await reading).error, Draining)
+    await assert_idle(rig, store)
+    assert len(await rig.usage_events()) == 1
 
 
 async def test_streams_run_on_while_redis_is_away_and_are_billed_when_it_is_back(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ from services.worker.model_source import load_model
 from services.worker.wiring import build as build_worker
 from tests.helpers.gateway import KEY, POOL, FakeRouter
 from tests.helpers.redis import RedisProcess, usage_events
+from tests.helpers.waiting import WAIT_S, until
 from tests.helpers.worker import echo_config, echo_tokens
-
-WAIT_S = 30.0
 
 
 @dataclasses.dataclass
@@ -63,9 +62,7 @@ class Rig:
             await app.stop()
 
     async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not condition():
-                await asyncio.sleep(0.02)
+        await until(condition)
 
     async def submit(self, *lines: object, endpoint: Any = "/v1/completions") -> Batch:
         raw = b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)

@@ -25,6 +25,7 @@ from services.worker.wiring import WorkerApp, build
 from tests.helpers.gateway import KEY, FakeRouter, GatewayRig, read_all, running_back
 from tests.helpers.redis import RedisProcess
 from tests.helpers.rollouts import NEW, OLD
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import echo_config, scripted_echo
 
 
@@ -67,7 +68,7 @@ def greedy(rig: GatewayRig, *, max_tokens: int = 12) -> ValidRequest:
 
 async def events_of(rig: GatewayRig, count: int) -> tuple[usage_event_pb2.UsageEvent, usage_event_pb2.UsageEvent]:
     """The primary's event and the mirrored one's, once both are there."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_S):
         while len(events := await rig.usage_events()) < count:
             await asyncio.sleep(0.01)
     by_tenant = {event.tenant: event for event in events}

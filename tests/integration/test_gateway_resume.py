@@ -28,6 +28,7 @@ from services.worker.wiring import build as build_worker
 from tests.helpers.gateway import KEY, POOL, FakeRouter
 from tests.helpers.redis import RedisProcess, usage_events
 from tests.helpers.resuming import Resumed, stream_with_cuts
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import echo_config, echo_tokens
 
 SECRETS = {"mr_test_secret": KEY, "mr_other": KeyRecord("key-2", "other", "", (), 1.0, QuotaLimits())}
@@ -42,7 +43,7 @@ class Pair:
 
     async def usage_events(self, count: int) -> list[usage_event_pb2.UsageEvent]:
         """All of them, once there are `count` and nothing is live any more."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             for app in self.apps:
                 await app.back.parts.table.wait_empty()
                 await app.back.parts.publisher.wait_published()
@@ -75,10 +76,10 @@ async def pair(redis_server: RedisProcess, redis_client: aioredis.Redis, tmp_pat
             await app.start()
             stack.push_async_callback(app.stop)
             headers = {"Authorization": "Bearer mr_test_secret"}
-            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=30)
+            client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=WAIT_S)
             clients.append(await stack.enter_async_context(client))
             apps.append(app)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not all(app.back.ready() for app in apps):
                 await asyncio.sleep(0.02)
         yield Pair(apps, clients, redis_client)

@@ -28,6 +28,7 @@ from services.worker.model_source import load_model
 from services.worker.wiring import build as build_worker
 from tests.helpers.gateway import KEY, FakeRouter
 from tests.helpers.redis import RedisProcess
+from tests.helpers.waiting import WAIT_S, until
 from tests.helpers.worker import echo_config, echo_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +44,13 @@ async def store(redis_client: aioredis.Redis) -> AdmissionStore:
 
 
 @pytest.fixture
-async def pool(store: AdmissionStore) -> AsyncIterator[None]:
-    """A worker and a router."""
+async def router(store: AdmissionStore) -> AsyncIterator[FakeRouter]:
+    """A router, and a worker that it submits to."""
     config = echo_config(step_ms=2.0)
     worker = build_worker(config, store=store, model=load_model(config))
     await worker.start()
     router = FakeRouter(store).start()
-    yield
+    yield router
     await router.stop()
     await worker.stop()
 
@@ -67,19 +68,19 @@ def config_of(redis_server: RedisProcess, folder: Path, **settings: object) -> G
 
 
 @pytest.fixture
-async def app(redis_server: RedisProcess, pool: None, tmp_path: Path) -> AsyncIterator[GatewayApp]:
+async def app(redis_server: RedisProcess, router: FakeRouter, tmp_path: Path) -> AsyncIterator[GatewayApp]:
     app = build(config_of(redis_server, tmp_path))
     await app.start()
-    async with asyncio.timeout(20):
-        while not app.back.ready():
-            await asyncio.sleep(0.02)
+    await until(app.back.ready)
     yield app
     await app.stop()
 
 
 @pytest.fixture
 async def client(app: GatewayApp) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=HEADERS, timeout=30) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{app.http_port}", headers=HEADERS, timeout=WAIT_S
+    ) as client:
         yield client
 
 
@@ -99,7 +100,7 @@ async def test_http_and_grpc_give_the_echo_of_their_request(app: GatewayApp, cli
         call = stub.Generate(
             pb.GenerateRequest(model="echo", prompt="t1 t2 ", max_token_count=12),
             metadata=(("authorization", f"Bearer {SECRET}"),),
-            timeout=20,
+            timeout=WAIT_S,
         )
         messages = [message async for message in call]
     text = "".join(m.delta.text for m in messages)
@@ -113,7 +114,7 @@ async def test_a_stream_that_is_cut_stops_the_work(app: GatewayApp, client: http
         async for line in answer.aiter_lines():
             if line.startswith("data: "):
                 break
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await app.back.parts.table.wait_empty()
         await app.back.parts.publisher.wait_published()
 
@@ -121,17 +122,19 @@ async def test_a_stream_that_is_cut_stops_the_work(app: GatewayApp, client: http
     assert record.event.billed.completion_token_count < 400
 
 
-async def test_a_drain_finishes_streams_and_refuses_new_work(app: GatewayApp, client: httpx.AsyncClient) -> None:
+async def test_a_drain_finishes_streams_and_refuses_new_work(
+    app: GatewayApp, router: FakeRouter, client: httpx.AsyncClient
+) -> None:
     body = {"model": "echo", "prompt": "t1 ", "max_tokens": 100, "stream": True}
+    router.paused = True
     running = asyncio.create_task(client.post("/v1/completions", json=body))
-    async with asyncio.timeout(10):
-        while not len(app.back.parts.table):
-            await asyncio.sleep(0.005)
+    await until(lambda: len(app.back.parts.table))
 
-    draining = asyncio.create_task(app.drain(10.0))
-    await asyncio.sleep(0.02)
+    draining = asyncio.create_task(app.drain(WAIT_S))
+    await until(lambda: app.back.draining)
     refused = await client.post("/v1/completions", json=body)
     not_ready = await client.get("/readyz")
+    router.paused = False
     await draining
 
     assert (await running).text.rstrip().endswith("data: [DONE]")
@@ -142,16 +145,15 @@ async def test_a_drain_finishes_streams_and_refuses_new_work(app: GatewayApp, cl
 
 async def test_a_stream_that_outlives_the_grace_ends_with_an_error(app: GatewayApp, client: httpx.AsyncClient) -> None:
     body = {"model": "echo", "prompt": "t1 ", "max_tokens": 450, "stream": True}
-    running = asyncio.create_task(client.post("/v1/completions", json=body))
-    async with asyncio.timeout(10):
-        while not len(app.back.parts.table):
-            await asyncio.sleep(0.005)
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        seen = [await anext(lines)]
 
-    await app.drain(0.1)
+        await app.drain(0.0)
 
-    text = (await running).text
-    assert "[DONE]" not in text
-    last = [line for line in text.splitlines() if line.startswith("data: ")][-1]
+        seen += [line async for line in lines]
+    assert "data: [DONE]" not in seen
+    last = [line for line in seen if line.startswith("data: ")][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "DRAINING"
 
 
@@ -209,7 +211,7 @@ def test_sigterm_ends_the_process_with_zero_and_leaves_nothing(redis_server: Red
             break
 
     gateway.send_signal(signal.SIGTERM)
-    _, errors = gateway.communicate(timeout=20)
+    _, errors = gateway.communicate(timeout=WAIT_S)
 
     assert gateway.returncode == 0, errors
     assert "Traceback" not in errors
@@ -220,7 +222,7 @@ def test_sigterm_ends_the_process_with_zero_and_leaves_nothing(redis_server: Red
 def test_a_mistake_of_the_operator_is_one_sentence_and_exit_code_two(
     redis_server: RedisProcess, tmp_path: Path, settings: dict[str, str]
 ) -> None:
-    _, errors = (gateway := process(redis_server, tmp_path, **settings)).communicate(timeout=30)
+    _, errors = (gateway := process(redis_server, tmp_path, **settings)).communicate(timeout=WAIT_S)
 
     assert gateway.returncode == 2
     assert errors.strip().splitlines()[-1].startswith("error: ")
@@ -228,7 +230,7 @@ def test_a_mistake_of_the_operator_is_one_sentence_and_exit_code_two(
 
 
 def test_print_config_hides_secrets(redis_server: RedisProcess, tmp_path: Path) -> None:
-    shown, _ = process(redis_server, tmp_path, "--print-config", cache_secret="hush").communicate(timeout=30)
+    shown, _ = process(redis_server, tmp_path, "--print-config", cache_secret="hush").communicate(timeout=WAIT_S)
 
     assert "MILLRACE_CACHE_SECRET=***" in shown
     assert "hush" not in shown

@@ -14,6 +14,7 @@ from services.common.admission_store import AdmissionStore
 from services.common.errors import WorkerLost
 from tests.helpers.gateway import KEY, Answer, FakeRouter, GatewayRig, read_all, running_back
 from tests.helpers.redis import RedisProcess
+from tests.helpers.waiting import until
 from tests.helpers.worker import echo_tokens
 from tests.helpers.worker_processes import WorkerProcesses
 
@@ -96,9 +97,7 @@ async def test_a_frozen_worker_is_left_and_its_late_frames_are_dropped(
     process = await workers.of(rig.back.parts.store, victim)
 
     process.send_signal(signal.SIGSTOP)
-    async with asyncio.timeout(30):
-        while owner(rig, generation.request_id) in ("", victim):
-            await asyncio.sleep(0.05)
+    await until(lambda: owner(rig, generation.request_id) not in ("", victim))
     process.send_signal(signal.SIGCONT)
     await reading
 

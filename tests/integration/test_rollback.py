@@ -10,7 +10,6 @@ import redis.asyncio as aioredis
 
 from services.common.admission_scripts import slot_key
 from services.worker.model_source import ECHO_VOCABULARY
-from tests.helpers.fake_worker import until
 from tests.helpers.redis import RedisProcess
 from tests.helpers.transcripts import Transcript
 from tests.helpers.two_versions import (
@@ -23,6 +22,7 @@ from tests.helpers.two_versions import (
     second_version,
     versions,
 )
+from tests.helpers.waiting import until
 from tests.helpers.worker import Gate
 
 

@@ -23,8 +23,9 @@ from services.router.config import RouterConfig
 from services.router.filters import is_routable
 from services.router.wiring import RouterApp, build
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_terminal
-from tests.helpers.fake_worker import FakeWorker, until
+from tests.helpers.fake_worker import FakeWorker
 from tests.helpers.redis import RedisProcess, usage_events
+from tests.helpers.waiting import WAIT_S, until
 
 
 class Rig:
@@ -122,7 +123,7 @@ async def test_nothing_is_submitted_beyond_the_room_of_the_workers(rig: Rig) -> 
     await until(lambda: _queued(rig, 55))
 
     done: set[str] = set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         while len(done) < 60:
             for worker in rig.workers:
                 for request_id in list(worker.running)[:1]:
@@ -144,7 +145,7 @@ async def test_a_router_that_waits_is_woken_by_the_bell(rig: Rig) -> None:
 
     await rig.enqueue("r1")
 
-    await until(lambda: rig.running() == {"r1"}, timeout_s=5)
+    await until(lambda: rig.running() == {"r1"})
 
 
 async def test_a_typed_refusal_goes_to_the_next_worker_with_a_higher_epoch(rig: Rig) -> None:
@@ -392,7 +393,7 @@ async def test_a_crashed_redis_loses_nothing_and_the_router_goes_on(tmp_path: Pa
         server.start()
 
         done: set[str] = set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             while {s.entry.request_id for s in worker.submits} != set(names) or worker.running:
                 for request_id in list(worker.running):
                     worker.finish(request_id)

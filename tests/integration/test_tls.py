@@ -36,6 +36,7 @@ from services.usage.wiring import UsageApp, build
 from services.worker.wiring import CALLERS as WORKER_CALLERS
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_terminal
 from tests.helpers.redis import RedisProcess
+from tests.helpers.waiting import WAIT_S
 
 ROOT = "root-token-for-tests"
 SENT = (("authorization", f"Bearer {ROOT}"),)
@@ -65,7 +66,7 @@ async def app(tmp_path: Path, redis_server: RedisProcess, authority: DevAuthorit
 async def call(address: str, tls: Tls | None, server_role: str = USAGE) -> pb.ListTenantsResponse:
     async with open_channel(address, tls=tls, server_role=server_role) as channel:
         stub = pb_grpc.AccountServiceStub(channel)
-        return await stub.ListTenants(pb.ListTenantsRequest(), metadata=SENT, timeout=10)
+        return await stub.ListTenants(pb.ListTenantsRequest(), metadata=SENT, timeout=WAIT_S)
 
 
 async def failure(address: str, tls: Tls | None, server_role: str = USAGE) -> MillraceError:
@@ -107,7 +108,9 @@ async def test_without_a_certificate_of_the_same_authority_that_is_valid_today_n
         app.address, no_certificate, options=[("grpc.ssl_target_name_override", "usage.millrace.internal")]
     ) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
-            await pb_grpc.AccountServiceStub(channel).ListTenants(pb.ListTenantsRequest(), metadata=SENT, timeout=10)
+            await pb_grpc.AccountServiceStub(channel).ListTenants(
+                pb.ListTenantsRequest(), metadata=SENT, timeout=WAIT_S
+            )
 
 
 async def test_a_server_of_another_role_than_the_one_dialled_is_not_spoken_to(

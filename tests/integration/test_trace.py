@@ -11,8 +11,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.helpers.four_services import KEY, four_services, ledger_row
+from tests.helpers.four_services import KEY, four_services
 from tests.helpers.redis import RedisProcess
+from tests.helpers.waiting import until
 
 NAMES = {
     "gateway.request",
@@ -26,7 +27,7 @@ NAMES = {
 CANARY = "zebra-canary-4711"
 
 
-async def run_requests(redis: RedisProcess, folder: Path, count: int) -> list[str]:
+async def run_requests(redis: RedisProcess, folder: Path, count: int, spans: InMemorySpanExporter) -> list[str]:
     body = {"model": "echo", "messages": [{"role": "user", "content": CANARY}], "max_tokens": 6, "user": "u"}
     async with four_services(redis.url, folder) as client:
 
@@ -36,11 +37,14 @@ async def run_requests(redis: RedisProcess, folder: Path, count: int) -> list[st
             return response.headers["x-request-id"]
 
         ids = await asyncio.gather(*(one() for _ in range(count)))
-        for request_id in ids:
-            await ledger_row(request_id, folder / "ledger.sqlite3")
-        # The span of an insert ends right after its commit.
-        await asyncio.sleep(0.2)
+        # The span of an insert ends right after its commit, the others may end meanwhile.
+        await until(lambda: all(named(spans)[name] >= count for name in NAMES))
     return ids
+
+
+def named(spans: InMemorySpanExporter) -> Counter[str]:
+    """How many spans of each station have ended."""
+    return Counter(span.name for span in spans.get_finished_spans() if span.name in NAMES)
 
 
 def tree_of(spans: list[ReadableSpan], trace_id: int) -> dict[str, ReadableSpan]:
@@ -50,7 +54,7 @@ def tree_of(spans: list[ReadableSpan], trace_id: int) -> dict[str, ReadableSpan]
 async def test_each_request_is_one_trace_with_every_station_and_no_orphan(
     spans: InMemorySpanExporter, redis_server: RedisProcess, tmp_path: Path
 ) -> None:
-    ids = await run_requests(redis_server, tmp_path, 10)
+    ids = await run_requests(redis_server, tmp_path, 10, spans)
 
     finished = list(spans.get_finished_spans())
     roots = [s for s in finished if s.name == "gateway.request"]
@@ -63,13 +67,13 @@ async def test_each_request_is_one_trace_with_every_station_and_no_orphan(
         known = {s.context.span_id for s in tree.values() if s.context}
         assert root.parent is None
         assert all(s.parent is not None and s.parent.span_id in known for s in tree.values() if s is not root)
-    assert Counter(s.name for s in finished if s.name in NAMES) == dict.fromkeys(NAMES, len(ids))
+    assert named(spans) == dict.fromkeys(NAMES, len(ids))
 
 
 async def test_spans_name_the_model_and_tokens_but_never_the_content(
     spans: InMemorySpanExporter, redis_server: RedisProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    await run_requests(redis_server, tmp_path, 2)
+    await run_requests(redis_server, tmp_path, 2, spans)
 
     finished = spans.get_finished_spans()
     root = next(s for s in finished if s.name == "gateway.request")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +23,7 @@ from tests.helpers.fake_clock import FakeClock
 from tests.helpers.four_services import running_services
 from tests.helpers.redis import RedisProcess
 from tests.helpers.usage import START, know_pools, make_attempt, make_event, make_time, publish_report, reading
+from tests.helpers.waiting import until
 from tests.integration.test_usage_consumer import POOL, publish
 
 
@@ -103,9 +103,7 @@ async def test_each_attempt_of_a_running_stack_is_told_beside_its_row(
         ids = [await _complete(services.client, 3 + n) for n in range(4)]
         await services.worker.parts.reporter.flush(last=True)
         store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
-        async with asyncio.timeout(20):
-            while len(rows_of(store, schema.attempts)) < 4 or len(rows_of(store, schema.ledger)) < 4:
-                await asyncio.sleep(0.05)
+        await until(lambda: len(rows_of(store, schema.attempts)) == 4 == len(rows_of(store, schema.ledger)))
     attempts = {row["request_id"]: row for row in rows_of(store, schema.attempts)}
     ledger = {row["request_id"]: row for row in rows_of(store, schema.ledger)}
     times = rows_of(store, schema.worker_times)

@@ -20,9 +20,9 @@ from services.usage.config import UsageConfig
 from services.usage.seals import Signer
 from services.usage.wiring import UsageApp, build
 from tests.helpers import rollout_command
-from tests.helpers.fake_worker import until
 from tests.helpers.redis import RedisProcess
 from tests.helpers.releases import evaluated, signed
+from tests.helpers.waiting import until
 
 ROOT = "root-token-for-tests"
 SIGNER = Signer(Ed25519PrivateKey.generate())

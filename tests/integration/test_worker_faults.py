@@ -17,17 +17,23 @@ from services.common.lifecycle import StartupError
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.engine.request import RequestKey
-from tests.helpers.worker import GatewayClient, WorkerRig, echo_config, echo_tokens, entry, running_worker
+from tests.helpers.waiting import WAIT_S
+from tests.helpers.worker import Gate, GatewayClient, WorkerRig, echo_config, echo_tokens, entry, running_worker
 
 
 class ShiftedClock(SystemClock):
-    """The machine's clock, which a test may move ahead."""
+    """The machine's clock, which a test may stop and move ahead."""
 
     def __init__(self) -> None:
         self.ahead = 0.0
+        self._stopped: float | None = None
+
+    def stop(self) -> None:
+        """From now on only the test moves it."""
+        self._stopped = super().monotonic()
 
     def monotonic(self) -> float:
-        return super().monotonic() + self.ahead
+        return (super().monotonic() if self._stopped is None else self._stopped) + self.ahead
 
 
 class Saboteur:
@@ -151,10 +157,11 @@ async def test_a_gateway_that_stays_away_is_billed_for_what_it_acknowledged() ->
         assert stream is not None
         await rig.until(lambda: stream.delivered_counts() == acked)
 
+        clock.stop()
         await gateway.hang_up()
         await rig.until(lambda: not rig.app.parts.table.is_attached("gateway-1"))
-        clock.ahead = 4.0
-        await asyncio.sleep(0.3)
+        clock.ahead = 4.9
+        assert rig.app.parts.table.expire(clock.monotonic()) == []
         assert rig.app.parts.table.get("r1") is stream
         clock.ahead = 5.1
         await rig.until(lambda: bool(rig.store.terminals))
@@ -237,16 +244,19 @@ async def test_a_lost_gateway_is_finished_when_redis_comes_back() -> None:
 
 
 async def test_a_drain_lets_streams_end_refuses_work_and_leaves_the_registry() -> None:
-    async with running_worker(config=echo_config(step_ms=3)) as rig:
+    gate = Gate()
+    async with running_worker(script=FakeScript(before_step=gate)) as rig:
         gateway = await ready_gateway(rig)
         await rig.until(lambda: bool(rig.store.workers))
+        gate.open.clear()
         await gateway.submit(entry("r1", max_tokens=100))
 
-        drain = asyncio.create_task(rig.app.drain(20.0))
+        drain = asyncio.create_task(rig.app.drain(WAIT_S))
         await rig.until(lambda: rig.app.parts.board.draining)
         refused = await gateway.submit(entry("r2"))
         snapshot = await gateway.stub.Watch(pb.WatchRequest(router_instance="x")).read()
         not_ready = await health(rig, "/readyz")
+        gate.open.set()
         await gateway.finished("r1")
         await drain
 
@@ -276,12 +286,16 @@ async def test_streams_that_outlast_the_grace_are_told_to_go_elsewhere() -> None
 
 
 async def test_a_drain_by_rpc_answers_how_much_still_runs() -> None:
-    async with running_worker(config=echo_config(step_ms=5)) as rig:
+    gate = Gate()
+    async with running_worker(script=FakeScript(before_step=gate)) as rig:
         gateway = await ready_gateway(rig)
+        gate.open.clear()
         await gateway.submit(entry("r1", max_tokens=50))
 
-        response = await gateway.stub.Drain(pb.DrainRequest(grace=duration_pb2.Duration(seconds=20)), timeout=20)
+        grace = duration_pb2.Duration(seconds=int(WAIT_S))
+        response = await gateway.stub.Drain(pb.DrainRequest(grace=grace), timeout=WAIT_S)
         await rig.until(lambda: rig.app.parts.board.draining)
+        gate.open.set()
         await gateway.finished("r1")
 
         assert response.running_count == 1

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from services.worker.config import EngineSettings, WorkerConfig
 from services.worker.model_source import load_model
 from services.worker.wiring import build
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import GatewayClient, RememberingStore, entry, poll
 
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
@@ -25,7 +26,7 @@ async def test_the_embedded_model_answers_with_paris_through_the_worker() -> Non
     gateway = await GatewayClient(app.address).attach()
     await poll(lambda: app.parts.table.is_attached("gateway-1"))
 
-    card = (await gateway.stub.GetModelCard(pb.GetModelCardRequest(), timeout=20)).card
+    card = (await gateway.stub.GetModelCard(pb.GetModelCardRequest(), timeout=WAIT_S)).card
     data = b"".join([m.chunk async for m in gateway.stub.GetTokenizer(pb.GetTokenizerRequest())])
     tokenizer = Tokenizer.from_str(data.decode())
     work = entry("r1", prompt=tokenizer.encode(QUESTION, add_special_tokens=False).ids, max_tokens=48)

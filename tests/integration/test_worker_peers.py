@@ -17,6 +17,7 @@ from services.worker.config import WorkerConfig, WorkerRole
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.runtime.transfers import grpc_stream
 from tests.helpers.peers import Pair, fallbacks, metric, pair_of_workers, peer_config
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import Gate, echo_tokens, entry, poll
 
 PROMPT = list(range(100, 100 + 150))  # nine full blocks of 16 tokens, and six tokens more
@@ -353,7 +354,7 @@ def start_message(pair: Pair) -> pb.PrefillStart:
 async def first_answers(pair: Pair, message: pb.PrefillRequest) -> list[pb.PrefillResponse]:
     async with open_channel(pair.prefill.app.address) as channel:
         stub = worker_service_pb2_grpc.WorkerServiceStub(channel)
-        call = stub.Prefill(iter([message]), timeout=20)
+        call = stub.Prefill(iter([message]), timeout=WAIT_S)
         return [answer async for answer in call]
 
 

@@ -15,10 +15,10 @@ import pytest
 from services.common.admission_store import AdmissionStore
 from services.common.redis_client import connect
 from tests.helpers.redis import RedisProcess
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import GatewayClient, echo_tokens, entry
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 40.0
 
 
 def environment(**settings: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from services.worker.engine.outputs import SchedulerOutput
 from services.worker.model_source import LoadedModel, load_model
 from services.worker.service import ServedModel
 from services.worker.wiring import build
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import (
     Gate,
     GatewayClient,
@@ -27,8 +28,6 @@ from tests.helpers.worker import (
     entry,
     running_worker,
 )
-
-WAIT_S = 20.0
 
 
 async def ready_gateway(rig: WorkerRig) -> GatewayClient:
@@ -237,7 +236,7 @@ async def test_watch_speaks_each_second_even_when_nothing_changes() -> None:
         gateway = await ready_gateway(rig)
         call = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"))
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             sequences = [(await call.read()).sequence for _ in range(3)]
 
         assert sequences == sorted(set(sequences))

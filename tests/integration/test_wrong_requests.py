@@ -20,6 +20,7 @@ from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 from tests.helpers.four_services import KEY, FourServices, running_services
 from tests.helpers.redis import RedisProcess
 from tests.helpers.transcripts import Transcript, stream_completion
+from tests.helpers.waiting import until
 
 VOCAB = 32_000
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -189,9 +190,7 @@ async def canary(services: FourServices) -> AsyncIterator[None]:
 
 
 async def grown(seen: Transcript, *, beyond: int) -> None:
-    async with asyncio.timeout(30):
-        while len(seen.token_ids) <= beyond:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(seen.token_ids) > beyond)
 
 
 def prefill_count(services: FourServices) -> int:

@@ -39,6 +39,7 @@ from services.gateway.publisher import UsagePublisher
 from services.gateway.store_effects import StoreEffects
 from services.gateway.targets import LatencyTargets
 from services.gateway.worker_pool import WorkerPool
+from tests.helpers.waiting import until
 
 KEY = KeyRecord("key-1", "acme", "web", (), 2.0, QuotaLimits())
 
@@ -238,9 +239,7 @@ async def test_an_admission_whose_outcome_is_unknown_is_ended_behind_the_callers
 
     with pytest.raises(type(error)):
         await rig.generator.start(KEY, make_request())
-    async with asyncio.timeout(5):
-        while not rig.store.settled:
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.store.settled)
 
     (terminal,) = rig.store.terminals
     assert terminal.event.billed == common_pb2.TokenUsage()
@@ -252,12 +251,10 @@ async def test_an_admission_whose_outcome_is_unknown_is_ended_behind_the_callers
 async def test_a_client_that_leaves_while_it_is_admitted_leaves_nothing(rig: Rig) -> None:
     rig.store.gate.clear()
     starting = asyncio.create_task(rig.generator.start(KEY, make_request()))
-    await asyncio.sleep(0.01)
+    await until(lambda: rig.store.caps)
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
-    async with asyncio.timeout(5):
-        while not rig.store.settled:
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.store.settled)
 
     assert rig.store.reserved == {}
     assert len(rig.table) == 0
@@ -269,9 +266,7 @@ async def test_a_store_that_hangs_is_away(rig: Rig, monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(StoreUnavailable):
         await rig.generator.start(KEY, make_request())
-    async with asyncio.timeout(5):
-        while not rig.store.settled:
-            await asyncio.sleep(0.005)
+    await until(lambda: rig.store.settled)
 
     assert len(rig.table) == 0
 

@@ -29,6 +29,7 @@ from tests.helpers.echo_generation import (
     tokens,
 )
 from tests.helpers.fake_clock import FakeClock, settle
+from tests.helpers.waiting import WAIT_S, until
 
 IDS = [72, 101, 108, 108, 111]
 AUTHORIZATION = (b"authorization", b"Bearer secret")
@@ -60,7 +61,7 @@ class Rig:
 
     async def until_forgotten(self) -> None:
         """Let graces pass until no log is held."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while len(self.answers):
                 await self.clock.advance(GRACE_S)
                 await asyncio.sleep(0.002)
@@ -85,12 +86,6 @@ async def new_rig(redis_client: aioredis.Redis) -> AsyncIterator[NewRig]:
 
 def script(*steps: Step) -> Sequence[Step]:
     return steps or one_by_one(IDS)
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_a_key_is_replayed_with_equal_bytes_and_runs_once(new_rig: NewRig) -> None:
@@ -158,7 +153,7 @@ async def test_what_was_refused_or_failed_leaves_the_key_free(new_rig: NewRig) -
     rig.generator.refusal = None
     failing = new_rig(FakeGenerator(script(tokens(IDS[:2]), WorkerLost("Lost."))), instance="gateway-2")
     failed = await failing.post(KEY, stream=True)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while await rig.records.read("acme", hashlib.sha256(KEY[1]).hexdigest()) is not None:
             await asyncio.sleep(0.002)
 

@@ -14,6 +14,7 @@ from services.common.errors import ConcurrencyLimited, DeadlineExceeded, WorkerL
 from services.gateway.generation import ValidRequest
 from services.gateway.limits import Limits
 from tests.helpers.echo_generation import AsgiClient, FakeGenerator, Step, front, served, tokens
+from tests.helpers.waiting import until
 
 STOP = common_pb2.FINISH_REASON_STOP
 COMPLETED = (common_pb2.TERMINAL_STATE_COMPLETED, STOP, "")
@@ -158,9 +159,7 @@ async def test_a_client_that_goes_away_stops_every_input() -> None:
     generator = embedding(fail={"slow": held})
     asked = front(generator, served())
     asking = asyncio.create_task(ask(asked, ["fast", "slow"]))
-    async with asyncio.timeout(10):
-        while not any(generation.reading.is_set() for generation in generator.generations):
-            await asyncio.sleep(0)
+    await until(lambda: [generation.reading.is_set() for generation in generator.generations] == [False, True])
 
     asked.disconnect.set()
     await asking

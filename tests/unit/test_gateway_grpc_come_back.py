@@ -35,6 +35,7 @@ from tests.helpers.echo_generation import (
     tokens,
 )
 from tests.helpers.fake_clock import FakeClock
+from tests.helpers.waiting import WAIT_S, until
 
 IDS = [72, 101, 108, 108, 111]
 ASK = {"model": "tiny", "prompt": "hi", "max_token_count": 5}
@@ -65,7 +66,7 @@ class Rig:
 
     async def until_forgotten(self) -> None:
         """Let graces pass until no log is held."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while len(self.answers):
                 await self.clock.advance(GRACE_S)
                 await asyncio.sleep(0.002)
@@ -92,12 +93,6 @@ def new_rig(redis_client: aioredis.Redis) -> NewRig:
             await rig.answers.close()
 
     return make
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_equal_calls_are_one_generation_and_get_equal_messages(new_rig: NewRig) -> None:

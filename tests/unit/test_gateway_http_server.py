@@ -15,6 +15,7 @@ from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError
 from services.gateway.answer_sink import while_open
 from services.gateway.answering import until_disconnect
+from tests.helpers.waiting import WAIT_S
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,7 +147,7 @@ async def test_an_answer_waits_for_its_reader_at_sixteen_kibibytes() -> None:
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", server.port))
     await asyncio.get_running_loop().sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await blocked.wait()
 
     assert written < 100_000
@@ -180,7 +181,7 @@ async def test_what_is_written_to_a_client_that_left_is_not_taken() -> None:
     await reader.readuntil(b"first")
     writer.write_eof()
     rest = await reader.read()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await over.wait()
 
     assert taken == [b"first"]
@@ -202,7 +203,7 @@ async def test_the_last_write_is_taken_whether_or_not_the_server_closes_after_it
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(f"GET / HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\n\r\n".encode())
     await reader.readuntil(b"hello")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         await taken.wait()
 
     writer.close()

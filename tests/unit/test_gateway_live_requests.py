@@ -24,6 +24,7 @@ from services.gateway.requests import RequestCore, RequestLimits
 from services.gateway.targets import parse_targets
 from tests.helpers.echo_generation import served
 from tests.helpers.fake_clock import FakeClock
+from tests.helpers.waiting import WAIT_S, until
 
 REQUEST = ValidRequest(
     model=served(),
@@ -164,8 +165,7 @@ async def test_a_front_that_leaves_in_the_middle_of_finish_does_not_stop_it(rig:
     await asyncio.sleep(0)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    await asyncio.sleep(0.01)
-
+    await until(lambda: rig.effects.published)
     assert len(rig.effects.published) == 1
 
 
@@ -277,7 +277,7 @@ async def test_the_table_says_when_it_is_empty(rig: Rig) -> None:
 
     await live.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
 
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, WAIT_S)
 
 
 async def test_only_requests_bound_to_a_worker_are_continued_and_acked_there(rig: Rig) -> None:

@@ -32,6 +32,7 @@ from tests.helpers.echo_generation import (
     served,
     tokens,
 )
+from tests.helpers.waiting import WAIT_S
 
 WORDS = ("DEF", "G", "HI", "J", "ABC", "🙂", "<|im", "_end|>")
 MODEL = served(words=WORDS)
@@ -403,7 +404,7 @@ async def test_a_client_that_leaves_cancels_exactly_once_in_every_phase(phase: s
         await asyncio.sleep(0)
 
     client.disconnect.set()
-    await asyncio.wait_for(asking, 5)
+    await asyncio.wait_for(asking, WAIT_S)
 
     if phase == "starting":
         assert generator.start_cancelled == 1
@@ -439,7 +440,7 @@ async def test_a_client_that_leaves_right_after_the_last_finish_chunk_has_a_comp
     client.reader_may_read.clear()
 
     client.disconnect.set()
-    await asyncio.wait_for(asking, 5)
+    await asyncio.wait_for(asking, WAIT_S)
 
     assert not client.answer.ended
     assert generator.only.endings == [(COMPLETED, LENGTH, "")]
@@ -448,13 +449,13 @@ async def test_a_client_that_leaves_right_after_the_last_finish_chunk_has_a_comp
 async def test_a_client_that_leaves_while_another_choice_runs_has_a_cancelled_request() -> None:
     client, generator = client_of(*one_by_one(ids("ab")), tokens(ids("a"), choice=1), asyncio.Event())
     asking = asyncio.ensure_future(client.chat(stream=True, n=2))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while not generator.generations:
             await asyncio.sleep(0)
         await generator.only.reading.wait()
 
     client.disconnect.set()
-    await asyncio.wait_for(asking, 5)
+    await asyncio.wait_for(asking, WAIT_S)
 
     assert generator.only.endings == [(CANCELLED, common_pb2.FINISH_REASON_CANCELLED, "CANCELLED")]
 

@@ -15,6 +15,7 @@ from services.common.errors import StoreUnavailable
 from services.gateway.outbox import Outbox, OutboxRecord
 from services.gateway.publisher import COMMIT_POLL_S, UsagePublisher
 from tests.helpers.fake_clock import FakeClock, settle
+from tests.helpers.waiting import WAIT_S
 
 POOL = Pool("echo")
 COMPLETED = common_pb2.TERMINAL_STATE_COMPLETED
@@ -89,7 +90,7 @@ class Rig:
 
     async def advance_until(self, condition: Callable[[], bool]) -> None:
         """Move time until `condition`; the outbox writes in a thread that no fake clock waits for."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 await self.clock.advance(COMMIT_POLL_S)
                 await asyncio.sleep(0.005)

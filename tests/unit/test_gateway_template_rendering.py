@@ -11,6 +11,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.chat_template import ChatTemplate, guarded_variables
 from services.gateway.template_renderer import TemplateRenderer
 from tests.helpers.echo_generation import CHATML, FakeGenerator, TableTokenizer, front, one_by_one, served
+from tests.helpers.waiting import WAIT_S
 
 TOKENIZER = TableTokenizer()
 JOIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -65,7 +66,7 @@ async def test_template_code_in_a_message_is_text(renderer: TemplateRenderer, te
 async def test_a_hostile_or_broken_template_fails_alone_and_within_seconds(
     renderer: TemplateRenderer, source: str
 ) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(InvalidRequest) as caught:
             await render(renderer, source, "x")
 

@@ -40,6 +40,7 @@ from services.common.errors import (
     error_classes,
 )
 from services.common.grpc_server import start_server
+from tests.helpers.waiting import WAIT_S
 
 FAST = RetryPolicy(base_s=0.0)
 Step = str | Exception | asyncio.Event | grpc.StatusCode
@@ -148,11 +149,11 @@ async def test_an_answer_is_put_together_sync_and_async() -> None:
 async def test_a_failure_before_the_first_token_is_repeated(error: Exception) -> None:
     gateway = ScriptedGateway([error], [error], ["ok"])
     async with served(gateway) as address, AsyncClient(address, "k", retry=FAST) as client:
-        answer = await client.generate("m", "x", timeout_s=30)
+        answer = await client.generate("m", "x", timeout_s=300)
 
     assert answer.text == "ok"
     assert len(gateway.requests) == 3
-    assert all(0 < remaining <= 30 for remaining in gateway.remaining)
+    assert all(0 < remaining <= 300 for remaining in gateway.remaining)
 
 
 async def test_a_failure_after_the_first_token_is_never_repeated() -> None:
@@ -265,7 +266,7 @@ async def test_a_server_that_is_not_there_is_unavailable_after_the_last_try() ->
         pass
     async with AsyncClient(address, "k", retry=RetryPolicy(attempts=2, base_s=0)) as client:
         with pytest.raises(MillraceError) as caught:
-            await client.list_models(timeout_s=20)
+            await client.list_models(timeout_s=WAIT_S)
 
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "")
     assert caught.value.retryable
@@ -294,7 +295,7 @@ async def test_leaving_a_stream_stops_the_work(how: str) -> None:
         if how == "task":
             task.cancel()
         result = (await asyncio.gather(task, return_exceptions=True))[0]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await gateway.cancelled.wait()
 
     assert isinstance(result, asyncio.CancelledError) if how == "task" else result == ["He"]
@@ -311,7 +312,7 @@ async def test_a_synchronous_stream_is_cancelled_at_the_end_of_its_block() -> No
 
     async with served(gateway) as address:
         assert await asyncio.to_thread(read, address) == ["He"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             await gateway.cancelled.wait()
 
 

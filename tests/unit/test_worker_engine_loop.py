@@ -20,6 +20,7 @@ from services.worker.engine.request import EngineRequest, FinishReason, Sampling
 from services.worker.engine_loop import STALE_FLOOR_S, STALE_STEPS, EngineLoop, LoopReport
 from services.worker.requests import Abort
 from tests.helpers.fake_clock import FakeClock
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import poll
 
 SPEC = RunnerSpec(1_000, 256, 16, 64, frozenset(), True)
@@ -45,7 +46,7 @@ class Rig:
 
     def _before_step(self, _: SchedulerOutput) -> None:
         self.steps += 1
-        self.gate.wait(30)
+        self.gate.wait(WAIT_S)
         self.before()
 
     def _take(self, report: LoopReport) -> None:
@@ -53,7 +54,7 @@ class Rig:
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
