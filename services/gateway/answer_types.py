@@ -124,7 +124,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ErrorFields(msgspec.Struct, kw_only=True):
-    """`code` is the reason of the error table; `param` names the field at fault; a 5xx may carry the request's id."""
+    """`code` is the reason of the error table; `param` names the field at fault; the id is that of `x-request-id`."""
 
     message: str
     type: str

@@ -114,9 +114,7 @@ async def test_a_stream_that_is_cut_stops_the_work(app: GatewayApp, client: http
         async for line in answer.aiter_lines():
             if line.startswith("data: "):
                 break
-    async with asyncio.timeout(WAIT_S):
-        await app.back.parts.table.wait_empty()
-        await app.back.parts.publisher.wait_published()
+    await until(lambda: app.back.parts.outbox.records)
 
     (record,) = app.back.parts.outbox.records
     assert record.event.billed.completion_token_count < 400

@@ -10,6 +10,7 @@ from millrace.common.v1 import common_pb2
 
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import SchedulerOutput
+from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import echo_config, entry, running_worker
 
 COUNT = 24
@@ -27,7 +28,7 @@ class StepMeter:
         with self._moved:
             self.steps += 1
             self._moved.notify_all()
-            self._moved.wait_for(lambda: self.steps <= self._limit, 30)
+            self._moved.wait_for(lambda: self.steps <= self._limit, WAIT_S)
 
     def allow(self, steps: int) -> None:
         """So many more beyond the one that stands or comes next."""
@@ -37,7 +38,7 @@ class StepMeter:
 
     def wait_standing(self) -> None:
         with self._moved:
-            assert self._moved.wait_for(lambda: self.steps > self._limit, 30)
+            assert self._moved.wait_for(lambda: self.steps > self._limit, WAIT_S)
 
 
 @pytest.mark.parametrize(
