@@ -124,10 +124,10 @@ def create_app(parts: FrontParts, *, metrics: Metrics, ready: Callable[[], bool]
         return json_response(CancelAnswer(id=request_id, cancelled=cancelled))
 
     async def missing(request: Request, _error: Exception) -> Response:
-        return _refused(request, NotFound(f"There is nothing at {request.method} {request.url.path[:256]}."))
+        return refused(request, NotFound(f"There is nothing at {request.method} {request.url.path[:256]}."))
 
     async def failed(request: Request, error: Exception) -> Response:
-        return _refused(request, as_millrace(error))
+        return refused(request, as_millrace(error))
 
     direct = _direct(parts, responses)
     routes = [
@@ -168,6 +168,7 @@ def _direct(parts: FrontParts, responses: ResponsesEndpoint) -> dict[str, ASGIAp
     }
 
 
-def _refused(request: Request, error: MillraceError) -> Response:
+def refused(request: Request, error: MillraceError) -> Response:
+    """The answer that is only an error."""
     headers, body = refusal(error, refusal_id(request.scope))
     return Response(body, error.row.http_status, {name.decode(): value.decode() for name, value in headers})

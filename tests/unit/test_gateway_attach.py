@@ -291,6 +291,7 @@ async def test_frames_of_another_incarnation_are_not_taken(rig: Rig) -> None:
 async def test_a_frozen_worker_is_noticed_though_its_socket_is_open(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_attach, "SILENCE_S", 0.1)
     monkeypatch.setattr(worker_attach, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(worker_attach, "GIVE_UP_S", 0.1)
     await rig.attached()
     rig.worker.send(delta("r", 0, 1))
     await until(lambda: "r" in rig.listener.tokens)

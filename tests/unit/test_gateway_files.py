@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.common.errors import MillraceError
-from services.gateway.app import Edge, _error_response
+from services.gateway.app import Edge, refused
 from services.gateway.batch_store import FileStore, batch_database
 from services.gateway.files_endpoint import FilesEndpoint
 from services.gateway.limits import Limits
@@ -41,9 +41,9 @@ async def door(tmp_path: Path) -> AsyncIterator[SimpleNamespace]:
     await database.close()
 
 
-async def _failed(_request: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillraceError)
-    return _error_response(error)
+    return refused(request, error)
 
 
 def form(raw: bytes, *, purpose: str = "batch", extra: bytes = b"") -> bytes:
