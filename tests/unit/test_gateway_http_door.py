@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from starlette.routing import Route
+from structlog.testing import capture_logs
 
 from services.common.errors import StoreUnavailable
 from services.common.metrics import Metrics
@@ -205,15 +206,16 @@ async def test_a_refusal_has_an_id_in_header_and_body(method: str, path: str, bo
     assert answer.error["request_id"] == answer.headers["x-request-id"]
 
 
-async def test_a_fault_of_ours_says_its_id_and_logs_it(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_fault_of_ours_says_its_id_and_logs_it() -> None:
     generator = FakeGenerator()
     generator.refusal = ValueError("/secret")
 
-    answer = await front(generator).chat()
+    with capture_logs() as logs:
+        answer = await front(generator).chat()
 
     assert answer.status == 500
     assert "secret" not in answer.body.decode()
-    assert answer.error["request_id"] in capsys.readouterr().out
+    assert answer.error["request_id"] in [line.get("request_id") for line in logs]
 
 
 async def test_models_are_those_that_the_key_may_use() -> None:
