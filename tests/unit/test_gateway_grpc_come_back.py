@@ -21,6 +21,7 @@ from services.common.grpc_server import start_server
 from services.common.metrics import Metrics
 from services.gateway.app import create_app
 from services.gateway.grpc_service import SERVICE_NAME, GatewayService
+from services.gateway.idempotency_store import IdempotencyStore
 from services.gateway.resumable import GRACE_S
 from tests.helpers.echo_generation import (
     AsgiClient,
@@ -49,6 +50,7 @@ class Rig:
         self.generator = generator
         self.clock = FakeClock()
         self.answers = resumable_answers(redis, self.clock, instance=instance)
+        self.records = IdempotencyStore(redis)
         self.stub: Any = None
         self.http: Any = None
 
@@ -151,6 +153,8 @@ async def test_a_call_that_runs_is_not_read_over_http_here_or_elsewhere(new_rig:
         async for message in call:
             if message.HasField("delta"):
                 break
+        # Who holds a stream is written beside its run.
+        await until(lambda: rig.records.holder("acme", message.request_id))
         path = f"/v1/streams/{message.request_id}"
         answers = [await AsgiClient(each.http).ask("GET", path) for each in (rig, other)]
         hold.set()
