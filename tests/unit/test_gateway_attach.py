@@ -128,7 +128,8 @@ class Rig:
 
     async def attached(self) -> None:
         self.pool.update([self.worker.record()])
-        await until(lambda: self.pool.serves("m", "1"))
+        # A stream may be broken before the worker has read what was said in it.
+        await until(lambda: self.pool.serves("m", "1") and self.worker.hellos)
 
 
 @pytest.fixture
