@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from services.worker.model_source import ECHO_VOCABULARY
-from tests.helpers.fake_worker import until
 from tests.helpers.nemesis import Attempt, attempt, open_client, redis_socket
 from tests.helpers.stack import Stack, millrace, running_stack
+from tests.helpers.waiting import until
 from tests.helpers.worker_processes import WorkerProcesses
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
@@ -62,7 +62,7 @@ class Load:
         def those() -> list[Attempt]:
             return [a for a in self.seen if a.began >= began]
 
-        await until(lambda: len(those()) >= count, timeout_s=120)
+        await until(lambda: len(those()) >= count, within_s=120)
         return {a.seen.version for a in those()}
 
     async def _one(self, client: httpx.AsyncClient) -> None:
@@ -97,7 +97,7 @@ async def both_serve(stack: Stack) -> None:
             body = {"model": "echo@2", "prompt": "hello", "max_tokens": 1}
             return (await client.post("/v1/completions", json=body)).is_success
 
-        await until(served, timeout_s=60)
+        await until(served, within_s=60)
 
 
 def test_under_200_streams_no_roll_forward_or_back_fails_or_mixes_one(stack: Stack) -> None:

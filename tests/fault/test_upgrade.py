@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from cli.stack_state import process_alive
-from tests.helpers.fake_worker import until
 from tests.helpers.nemesis import Attempt, assert_idle, attempt, baseline_blocks
 from tests.helpers.stack import Stack, millrace
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(400)]
 
@@ -38,11 +38,11 @@ async def under_load(stack: Stack, command: Callable[[], subprocess.CompletedPro
     async with client(None) as keeps, client(0) as drops, asyncio.TaskGroup() as group:
         for number in range(STREAMS):
             group.create_task(one(keeps if number % 2 else drops))
-        await until(lambda: len(seen) >= STREAMS, timeout_s=120)
+        await until(lambda: len(seen) >= STREAMS, within_s=120)
         try:
             done = await asyncio.to_thread(command)
             enough = len(seen) + STREAMS
-            await until(lambda: len(seen) >= enough, timeout_s=120)
+            await until(lambda: len(seen) >= enough, within_s=120)
         finally:
             stop.set()
     print(done.stdout, done.stderr, f"streams: {len(seen)}")
