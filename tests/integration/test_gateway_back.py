@@ -36,7 +36,8 @@ from services.worker.wiring import WorkerApp, build
 from tests.helpers.admission import open_budget
 from tests.helpers.gateway import KEY, POOL, Answer, FakeRouter, GatewayRig, end, read_all, running_back
 from tests.helpers.redis import RedisProcess
-from tests.helpers.worker import WAIT_S, echo_config, echo_tokens
+from tests.helpers.waiting import WAIT_S
+from tests.helpers.worker import echo_config, echo_tokens
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from services.common.clock import SystemClock
 from services.common.lifecycle import end_tasks
 from services.router.submit_link import ALONE_BYTES, BATCH, Answer, SubmitLink
 from tests.helpers.admission import make_entry
-from tests.helpers.fake_worker import FakeWorker, until
+from tests.helpers.fake_worker import FakeWorker
+from tests.helpers.waiting import until
 
 
 class Counting(FakeWorker):
