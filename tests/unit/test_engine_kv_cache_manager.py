@@ -90,10 +90,10 @@ def test_a_running_request_grows_only_when_there_is_room_and_else_changes_nothin
     (request,) = make_choices(kv)
     kv.allocate(request, kv.match(request))
     request.state = RequestState.RUNNING
-    before = request.block_table
+    before = request.blocks
 
     assert kv.grow(request, 8)
     assert not kv.grow(request, 9)
 
-    assert request.block_table == before
+    assert request.blocks == before
     kv.check_invariants([request])

@@ -7,6 +7,7 @@ A hash is published after the step that computed the block, so a hit is always o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from services.common.block_hash import chain_hashes, root_hash
 from services.worker.engine.block_pool import BlockPool
@@ -170,7 +171,7 @@ class KVCacheManager:
         if self.spilled is not None and match.restored:
             restored_count = self.spilled.restore(request, match.restored, fresh)
             computed = min(computed, (len(match.shared) + restored_count) * self.block_size)
-        self._set_blocks(request, [*match.shared, *fresh])
+        self._set_blocks(request, (*match.shared, *fresh))
         request.num_computed_tokens = computed
         self._set_published(request, len(match.shared))
         self.exports.extend(request, len(match.shared))
@@ -184,7 +185,7 @@ class KVCacheManager:
         if missing > 0:
             if self.room(request.tenant).total < missing:
                 return False
-            self._set_blocks(request, request.blocks + self.pool.take(missing, tenant=request.tenant))
+            self._set_blocks(request, request.blocks + tuple(self.pool.take(missing, tenant=request.tenant)))
         return True
 
     def publish(self, request: Request) -> None:
@@ -205,7 +206,7 @@ class KVCacheManager:
         for block in request.blocks:
             self._copies.pop(block, None)
         self.pool.release(request.blocks)
-        self._set_blocks(request, [])
+        self._set_blocks(request, ())
         request.num_computed_tokens = 0
         self._set_published(request, 0)
 
@@ -256,7 +257,6 @@ class KVCacheManager:
         assert all(id(request) in running for request in self._computing.values()), "a gone request still computes"
         for request in requests:
             assert request.num_computed_tokens <= len(request.blocks) * self.block_size, f"{request} lacks blocks"
-            assert request.block_table == tuple(request.blocks), f"{request} has a stale block table"
             for block, full_hash in zip(request.blocks, request.block_hashes, strict=False):
                 assert self.pool.hash_of(block) in (None, full_hash), f"{request} holds block {block} of another prefix"
 
@@ -275,7 +275,7 @@ class KVCacheManager:
                 return self._cut(request, member.blocks, computed)
         return _NO_MATCH
 
-    def _cut(self, request: Request, blocks: list[int], computed: int) -> PrefixMatch:
+    def _cut(self, request: Request, blocks: Sequence[int], computed: int) -> PrefixMatch:
         computed = min(computed, request.num_tokens - 1)
         whole, rest = divmod(computed, self.block_size)
         return PrefixMatch(computed, tuple(blocks[:whole]), blocks[whole] if rest else None)
@@ -289,8 +289,7 @@ class KVCacheManager:
             request.block_hashes.extend(leader.block_hashes[: request.num_prompt_tokens // self.block_size])
             known = len(request.block_hashes)
         if root is not None and known < full_blocks:
-            tokens = request.tokens(known * self.block_size, full_blocks * self.block_size)
-            packed = tokens.astype("<u4").tobytes()
+            packed = request.packed(known * self.block_size, full_blocks * self.block_size)
             parent = request.block_hashes[-1] if known else root
             request.block_hashes.extend(chain_hashes(parent, packed, block_size=self.block_size))
         return request.block_hashes
@@ -299,11 +298,10 @@ class KVCacheManager:
         if self._computing.get(full_hash) is request:
             del self._computing[full_hash]
 
-    def _set_blocks(self, request: Request, blocks: list[int]) -> None:
+    def _set_blocks(self, request: Request, blocks: tuple[int, ...]) -> None:
         request.blocks = blocks
-        request.block_table = tuple(blocks)
-        request.fits_tokens = len(blocks) * self.block_size
+        request.fits_outputs = len(blocks) * self.block_size - request.num_prompt_tokens
 
     def _set_published(self, request: Request, full_blocks: int) -> None:
         request.num_published_blocks = full_blocks
-        request.publish_at = (full_blocks + 1) * self.block_size
+        request.full_at = (full_blocks + 1) * self.block_size - request.num_prompt_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+from array import array
 
 import msgspec
 import numpy as np
@@ -174,28 +175,29 @@ class Request:
     """One choice inside the engine: known tokens, how many of them are computed, and the blocks that hold them.
 
     ruler:  0 … num_computed_tokens … num_tokens      (prompt, then outputs; append-only, so hashes never go stale)
-    While decoding the two differ by one: the newest token is known and not yet computed.
+    The two differ by `num_pending_tokens`: one while decoding, the newest token, known and not yet computed. So a step
+    that computes it and samples the next one changes `output_token_ids` and nothing else.
     """
 
     __slots__ = (
-        "_buffer",
+        "_prompt_token_ids",
         "arrival",
         "block_hashes",
-        "block_table",
         "blocks",
         "bypass_count",
-        "fits_tokens",
+        "decodes_until",
+        "fits_outputs",
+        "full_at",
         "group",
         "key",
         "max_num_tokens",
         "num_charged_tokens",
-        "num_computed_tokens",
+        "num_pending_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_published_blocks",
-        "num_tokens",
+        "output_token_ids",
         "priority_class",
-        "publish_at",
         "sampling",
         "sequence",
         "started",
@@ -223,29 +225,27 @@ class Request:
         self.sampling = source.sampling if first else dataclasses.replace(source.sampling, prompt_logprob_count=None)
         stop_ids = frozenset(self.sampling.stop_token_ids)
         self.stop_ids = stop_ids if self.sampling.ignore_eos else stop_ids | eos_token_ids
-        self.num_prompt_tokens = len(source.prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens + len(choice.output_token_ids)
+        self._prompt_token_ids = np.asarray(source.prompt_token_ids, dtype=np.int32)
+        self.num_prompt_tokens = len(self._prompt_token_ids)
+        self.output_token_ids = array("i", choice.output_token_ids.tolist())
         # Prompt and output together when the choice ends by length.
         self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
-        self._buffer = np.empty(self.num_tokens + min(self.sampling.max_tokens, 64), dtype=np.int32)
-        self._buffer[: self.num_prompt_tokens] = source.prompt_token_ids
-        self._buffer[self.num_prompt_tokens : self.num_tokens] = choice.output_token_ids
+        self.num_pending_tokens = self.num_tokens
+        # Output tokens up to which one more is neither the first nor the last: 0 unless it is in the middle of decoding.
+        self.decodes_until = 0
         self.state = RequestState.WAITING
         self.started = False
-        self.num_computed_tokens = 0
         # Prompt tokens whose computing the tenant has been charged for: a recompute is not its fault.
         self.num_charged_tokens = 0
         self.num_prompt_logprobs = 0
         self.bypass_count = 0
         self.waits_for: bytes | None = None
         self.wants_remote_kv = first and source.kv_role is KVRole.IMPORT
-        self.blocks: list[int] = []
-        self.block_table: tuple[int, ...] = ()
-        self.fits_tokens = 0
+        self.blocks: tuple[int, ...] = ()
         self.block_hashes: list[bytes] = []
         self.num_published_blocks = 0
-        # Computed tokens at which the next block is full.
-        self.publish_at = 0
+        # In output tokens, negative inside the prompt: how many the blocks hold, and with which computed the next is full.
+        self.fits_outputs = self.full_at = -self.num_prompt_tokens
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -254,7 +254,21 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens, prompt and output."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Known tokens whose keys and values lie in the blocks."""
+        return self.num_prompt_tokens + len(self.output_token_ids) - self.num_pending_tokens
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        self.num_pending_tokens = self.num_tokens - count
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -263,20 +277,28 @@ class Request:
         return wants or self.sampling.embed
 
     def tokens(self, start: int, end: int) -> TokenArray:
-        """Known tokens at positions start … end - 1, as a view that later tokens do not change."""
-        return self._buffer[start:end]
+        """Known tokens at positions start … end - 1, which later tokens do not change."""
+        prompt_length = self.num_prompt_tokens
+        if end <= prompt_length:
+            return self._prompt_token_ids[start:end]
+        outputs = np.frombuffer(self.output_token_ids[max(0, start - prompt_length) : end - prompt_length], np.int32)
+        return outputs if start >= prompt_length else np.concatenate((self._prompt_token_ids[start:], outputs))
 
-    def newest(self) -> TokenArray:
-        """The newest known token, as `tokens` gives it."""
-        return self._buffer[self.num_tokens - 1 : self.num_tokens]
+    def packed(self, start: int, end: int) -> bytes:
+        """The same tokens as `block_hash` takes them."""
+        if start < self.num_prompt_tokens or sys.byteorder == "big":
+            return self.tokens(start, end).astype("<u4").tobytes()
+        return self.output_token_ids[start - self.num_prompt_tokens : end - self.num_prompt_tokens].tobytes()
 
     def append(self, token_id: int) -> None:
-        """Add one output token."""
-        at = self.num_tokens
-        if at == len(self._buffer):
-            self._buffer = np.concatenate((self._buffer, np.empty(at, dtype=np.int32)))
-        self._buffer[at] = token_id
-        self.num_tokens = at + 1
+        """Add one output token, not yet computed."""
+        self.output_token_ids.append(token_id)
+        self.num_pending_tokens += 1
+
+    def note_decoding(self) -> None:
+        """A step of this request was accounted: see whether the next one only adds a token."""
+        decodes = self.started and self.num_pending_tokens == 1 and len(self.output_token_ids) > 0
+        self.decodes_until = self.sampling.max_tokens - 1 if decodes else 0
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{self.num_tokens}"

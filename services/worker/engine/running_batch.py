@@ -73,6 +73,7 @@ class RunningBatch:
     def remove(self, request: Request, *, state: RequestState) -> None:
         """Take the slot back; the request goes on as `state`. It leaves the order at the next `compact`."""
         request.state = state
+        request.decodes_until = 0
         self._by_tenant[request.tenant] -= 1
         if not self._by_tenant[request.tenant]:
             del self._by_tenant[request.tenant]

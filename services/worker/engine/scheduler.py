@@ -146,33 +146,29 @@ class Scheduler:
         if len(result.rows) != len(decision.scheduled):
             raise RuntimeError(f"the runner answered {len(result.rows)} rows of {len(decision.scheduled)}")
         self.kv.end_step()
-        outputs: list[EngineOutput] = []
-        decoded = 0
-        running = RequestState.RUNNING
-        for request, row, sampled in zip(self._builder.requests, decision.scheduled, result.rows, strict=True):
-            if request.state is not running:
+        requests = self._builder.requests
+        outputs, again = stop_rules.apply_decodes(requests, decision.scheduled, result.rows)
+        self._counters.decode += len(outputs)
+        for index in again:
+            request = requests[index]
+            if outputs[index] is not None:
+                self.kv.publish(request)
                 continue
-            output = stop_rules.apply_decode(request, row, sampled)
-            if output is None:
-                output = self._account(request, row, sampled)
-            else:
-                decoded += 1
-                if request.num_computed_tokens >= request.publish_at:
-                    self.kv.publish(request)
-            if output is None:
+            self._counters.decode -= 1
+            if request.state is not RequestState.RUNNING:
                 continue
-            if output.finish_reason is not None:
+            output = self._account(request, decision.scheduled[index], result.rows[index])
+            if output is not None and output.finish_reason is not None:
                 self._finish(request, output)
             else:
-                outputs.append(output)
-        self._counters.decode += decoded
+                outputs[index] = output
         if decision.scheduled or self._ended or not self._requests or self._waits_outside():
             self._idle_steps = 0
             self._progress_at = now
         else:
             self._idle_steps += 1
         self._running.compact()
-        return outputs + self.take_ended()
+        return [output for output in outputs if output is not None] + self.take_ended()
 
     def note_step_time(self, seconds: float) -> None:
         """How long the last step took."""
@@ -190,7 +186,7 @@ class Scheduler:
     def stats(self, now: float) -> EngineStats:
         """Counts as of now."""
         pool, admission, spec, counters = self.kv.pool, self._admission, self._speculation, self._counters
-        backlog = self._queue.token_count + sum(each.num_tokens - each.num_computed_tokens for each in self._running)
+        backlog = self._queue.token_count + sum(each.num_pending_tokens for each in self._running)
         return EngineStats(
             step=self._step,
             running_count=len(self._running),
@@ -273,39 +269,34 @@ class Scheduler:
             for request in list(self._running):
                 if (
                     request.priority_class is PriorityClass.BATCH
-                    and request.num_tokens - request.num_computed_tokens > 1
+                    and request.num_pending_tokens > 1
                     and now - request.arrival >= aging
                 ):
                     self._running.promote(request)
 
     def _schedule_decodes(self, now: float) -> list[Request]:
         """Rows of all requests with one token to compute; returns the others, best first."""
-        decodes: list[Request] = []
-        prefills: list[Request] = []
         granted: dict[RequestKey, TokenArray] = {}
-        drafts = self._drafts(now) if self._speculation is not None else None
-        running = RequestState.RUNNING
-        for request in self._running:
-            if request.state is not running:
+        drafts = self._drafts(now) if self._speculation is not None else {}
+        for request in [each for each in self._running if drafts or len(each.output_token_ids) > each.fits_outputs]:
+            if request.num_pending_tokens != 1 or request.state is not RequestState.RUNNING:
                 continue
             num_tokens = request.num_tokens
-            if num_tokens - request.num_computed_tokens != 1:
-                prefills.append(request)
+            if request.num_output_tokens > request.fits_outputs and not self._make_fit(request, num_tokens):
                 continue
-            if num_tokens > request.fits_tokens and not self._make_fit(request, num_tokens):
-                continue
-            if drafts:
-                proposed = drafts.get(request.key)
-                if proposed is not None and self.kv.grow(request, num_tokens + len(proposed)):
-                    granted[request.key] = proposed
-            decodes.append(request)
+            proposed = drafts.get(request.key) if drafts else None
+            if proposed is not None and self.kv.grow(request, num_tokens + len(proposed)):
+                granted[request.key] = proposed
+        self._running.compact()
+        decodes = [each for each in self._running if each.num_pending_tokens == 1]
+        prefills = [each for each in self._running if each.num_pending_tokens != 1]
         self._builder.add_decodes(decodes, granted)
         self._builder.budget = self._pace.prefill_room(len(decodes), self._builder.budget)
         self._queue.charge_one_each(decodes)
         return prefills
 
     def _drafts(self, now: float) -> dict[RequestKey, TokenArray]:
-        decodes = [each for each in self._running if each.num_tokens - each.num_computed_tokens == 1]
+        decodes = [each for each in self._running if each.num_pending_tokens == 1]
         if self._speculation is None or len(decodes) < len(self._running):
             return {}
         waiting = len(self._queue)
@@ -367,8 +358,9 @@ class Scheduler:
             self._counters.decode += accepted
             self._queue.charge(request, accepted)
             self._speculation.record(request.key, draft_count=row.draft_count, accepted_count=accepted)
-        if request.num_computed_tokens >= request.publish_at:
+        if request.num_output_tokens - request.num_pending_tokens >= request.full_at:
             self.kv.publish(request)
+        request.note_decoding()
         return output
 
     def _finish(self, request: Request, output: EngineOutput) -> None:

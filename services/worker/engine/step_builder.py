@@ -27,14 +27,14 @@ class StepBuilder:
 
     def is_long(self, request: Request) -> bool:
         """True when `request` has more left to compute than one chunk."""
-        return request.num_tokens - request.num_computed_tokens > self._max_prefill_chunk
+        return request.num_pending_tokens > self._max_prefill_chunk
 
     def chunk_size(self, request: Request, *, others_wait: bool) -> int:
         """Tokens of a prefill that go into this step, possibly 0; the first long one asked for gets the long chunk.
 
         While others wait a long chunk leaves them half of the budget.
         """
-        remaining = request.num_tokens - request.num_computed_tokens
+        remaining = request.num_pending_tokens
         if remaining <= self._max_prefill_chunk:
             return min(remaining, self.budget)
         if self._has_long_chunk or self.budget == 0:
@@ -53,15 +53,22 @@ class StepBuilder:
         start = request.num_computed_tokens
         end = start + size
         samples = end == request.num_tokens
-        self.rows.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.block_table, samples))
+        self.rows.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.blocks, samples))
         self.requests.append(request)
         self._take(size)
 
     def add_decodes(self, requests: list[Request], drafts: Mapping[RequestKey, TokenArray]) -> None:
         """Compute the newest token of each of `requests`, and verify after it the drafts that some of them have."""
-        self.rows += [
-            ScheduledRequest(each.key, each.num_computed_tokens, each.newest(), each.block_table, True)
+        newest = [
+            each.output_token_ids[-1] if each.output_token_ids else int(each.tokens(0, each.num_tokens)[-1])
             for each in requests
+        ]
+        columns = np.array(newest, dtype=np.int32).reshape(-1, 1)
+        self.rows += [
+            ScheduledRequest(
+                each.key, each.num_prompt_tokens + len(each.output_token_ids) - 1, token_ids, each.blocks, True
+            )
+            for each, token_ids in zip(requests, columns, strict=True)
         ]
         self.requests += requests
         self._take(len(requests))

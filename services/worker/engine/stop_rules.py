@@ -6,6 +6,8 @@ Owns the stop rules: end-of-sequence and stop ids (the id is kept, as the last t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.worker.engine.outputs import EngineOutput, SampledRow, ScheduledRequest, TokenLogprobs
 from services.worker.engine.request import FinishReason, Request
 
@@ -33,30 +35,37 @@ def fault_of(row: ScheduledRequest, sampled: SampledRow) -> str | None:
     return "the runner gave more tokens than were asked for" if count > row.draft_count + 1 else None
 
 
-def apply_decode(request: Request, row: ScheduledRequest, sampled: SampledRow) -> EngineOutput | None:
-    """`apply` for the plain case, one token for one token in the middle of an output; None when it is not that.
+def apply_decodes(
+    requests: Sequence[Request], rows: Sequence[ScheduledRequest], answers: Sequence[SampledRow]
+) -> tuple[list[EngineOutput | None], list[int]]:
+    """`apply` for the plain rows of a step: one token for one token, in the middle of an output.
 
-    Exists for its speed: most rows of most steps are this. Changes nothing when it answers None.
+    Exists for its speed: most rows of most steps are this. Returns an output a row, None for those left to `apply`,
+    which are unchanged, and the indices of the rows to look at again: these, and those that filled a block.
+    Raises ValueError unless there is one row and one answer a request.
     """
-    token_ids, known, prompt_length = sampled.token_ids, request.num_tokens, request.num_prompt_tokens
-    if (
-        len(token_ids) != 1
-        or row.draft_count
-        or not row.samples
-        # The row computes the newest token alone: of an output, since a prefill starts inside the prompt.
-        or row.start != known - 1
-        or row.start < prompt_length
-        or not request.started
-        or sampled.error is not None
-        or sampled.grammar_ended
-        or sampled.prompt_logprobs
-        or token_ids[0] in request.stop_ids
-        or known + 1 >= request.max_num_tokens
-    ):
-        return None
-    request.append(token_ids[0])
-    request.num_computed_tokens = known
-    return EngineOutput(request.key, known - prompt_length, token_ids, sampled.logprobs)
+    outputs: list[EngineOutput | None] = []
+    again: list[int] = []
+    for request, row, sampled in zip(requests, rows, answers, strict=True):
+        token_ids, known = sampled.token_ids, request.output_token_ids
+        count = len(known)
+        if (
+            count >= request.decodes_until
+            or len(token_ids) != 1
+            or token_ids[0] in request.stop_ids
+            or row.draft_count
+            or sampled.error is not None
+            or sampled.grammar_ended
+            or sampled.prompt_logprobs
+        ):
+            again.append(len(outputs))
+            outputs.append(None)
+            continue
+        known.append(token_ids[0])
+        if count >= request.full_at:
+            again.append(len(outputs))
+        outputs.append(EngineOutput(request.key, count, token_ids, sampled.logprobs))
+    return outputs, again
 
 
 def apply(request: Request, row: ScheduledRequest, sampled: SampledRow) -> EngineOutput | None:
