@@ -74,7 +74,7 @@ def test_the_step_after_an_abort_computes_nothing_of_it_and_the_runner_forgets_i
     assert rig.engine.stats(rig.now).held_block_count == 0
     outputs = rig.step()
     assert [(output.finish_reason, output.token_ids) for output in outputs] == [(FinishReason.CANCELLED, ())]
-    assert rig.last.scheduled == ()
+    assert not rig.last.scheduled
     assert rig.last.released == (RequestKey("a", 0, 1),)
     assert_engine_empty(rig)
 

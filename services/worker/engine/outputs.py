@@ -9,12 +9,16 @@ fast as a NamedTuple, whose building took more than all the scheduling of the ro
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import msgspec
+import numpy as np
 
 from services.worker.engine.request import FinishReason, RequestKey, SamplingParams, TokenArray
 
 __all__ = [
+    "DecodeRows",
     "EngineOutput",
     "EngineStats",
     "KVEvents",
@@ -23,6 +27,7 @@ __all__ = [
     "SampledRow",
     "ScheduledRequest",
     "SchedulerOutput",
+    "StepRows",
     "TierStats",
     "TokenArray",
     "TokenLogprobs",
@@ -61,18 +66,75 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Rows that compute the newest token of their choice, one each, and sample the next: most rows of most steps.
+
+    By column, entry i of each is of row i: `starts` and `token_ids` (rows,) int32, the rest as in `ScheduledRequest`.
+    """
+
+    keys: Sequence[RequestKey] = ()
+    starts: TokenArray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    token_ids: TokenArray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    block_tables: Sequence[tuple[int, ...]] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+class StepRows(Sequence[ScheduledRequest]):
+    """The rows of a step, `decodes` first, each made when it is looked at."""
+
+    __slots__ = ("_others", "decodes")
+
+    def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledRequest]) -> None:
+        self.decodes = decodes
+        self._others = others
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self._others)
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        columns = self.decodes
+        # Rows of a column of width 1 are the one-token arrays, made without an index each.
+        tokens = columns.token_ids.reshape(-1, 1)
+        for key, start, token_ids, table in zip(
+            columns.keys, columns.starts.tolist(), tokens, columns.block_tables, strict=True
+        ):
+            yield ScheduledRequest(key, start, token_ids, table, True)
+        yield from self._others
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledRequest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ScheduledRequest]: ...
+
+    def __getitem__(self, index: int | slice) -> ScheduledRequest | Sequence[ScheduledRequest]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        at = index + len(self) if index < 0 else index
+        columns = self.decodes
+        if not 0 <= at < len(columns):
+            return self._others[at - len(columns) if at >= 0 else index]
+        token_ids = columns.token_ids[at : at + 1]
+        return ScheduledRequest(columns.keys[at], int(columns.starts[at]), token_ids, columns.block_tables[at], True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step's decision.
 
-    `block_copies` (source, destination) are done before anything is computed (copy-on-write).
+    `decodes` are the first rows of `scheduled` by column, as many as have none of the rarer traits; what computes rows
+    one by one need not look at them. `block_copies` (source, destination) are done before anything is computed (copy-on-write).
     `released` are keys whose sampling state the runner may drop, done before `new_requests` are added.
     """
 
     step: int
     new_requests: tuple[NewRequest, ...]
-    scheduled: tuple[ScheduledRequest, ...]
+    scheduled: Sequence[ScheduledRequest]
     released: tuple[RequestKey, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
+    decodes: DecodeRows = DecodeRows()
 
     @property
     def num_tokens(self) -> int:

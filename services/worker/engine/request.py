@@ -290,6 +290,11 @@ class Request:
             return self.tokens(start, end).astype("<u4").tobytes()
         return self.output_token_ids[start - self.num_prompt_tokens : end - self.num_prompt_tokens].tobytes()
 
+    @property
+    def newest_token_id(self) -> int:
+        """The newest known token."""
+        return self.output_token_ids[-1] if self.output_token_ids else int(self._prompt_token_ids[-1])
+
     def append(self, token_id: int) -> None:
         """Add one output token, not yet computed."""
         self.output_token_ids.append(token_id)

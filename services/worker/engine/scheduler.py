@@ -147,7 +147,7 @@ class Scheduler:
             raise RuntimeError(f"the runner answered {len(result.rows)} rows of {len(decision.scheduled)}")
         self.kv.end_step()
         requests = self._builder.requests
-        outputs, again = stop_rules.apply_decodes(requests, decision.scheduled, result.rows)
+        outputs, again = stop_rules.apply_decodes(requests, result.rows, drafts=self._builder.drafts)
         self._counters.decode += len(outputs)
         for index in again:
             request = requests[index]
@@ -386,7 +386,8 @@ class Scheduler:
         return SchedulerOutput(
             step=self._step,
             new_requests=tuple(self._builder.new_requests),
-            scheduled=tuple(self._builder.rows),
+            scheduled=self._builder.rows,
             released=tuple(released),
             block_copies=self.kv.take_copies(),
+            decodes=self._builder.decodes,
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from services.worker.engine.outputs import NewRequest, ScheduledRequest, TokenArray
+from services.worker.engine.outputs import DecodeRows, NewRequest, ScheduledRequest, StepRows, TokenArray
 from services.worker.engine.request import Request, RequestKey
 
 
@@ -19,11 +19,13 @@ class StepBuilder:
     def __init__(self, *, budget: int, max_prefill_chunk: int) -> None:
         self.budget = budget
         self.token_count = 0
-        self.rows: list[ScheduledRequest] = []
+        self.decodes = DecodeRows()
+        self.drafts: Mapping[RequestKey, TokenArray] = {}
         self.requests: list[Request] = []
         self.new_requests: list[NewRequest] = []
         self._max_prefill_chunk = max_prefill_chunk
         self._has_long_chunk = False
+        self._others: list[ScheduledRequest] = []
 
     def is_long(self, request: Request) -> bool:
         """True when `request` has more left to compute than one chunk."""
@@ -53,28 +55,33 @@ class StepBuilder:
         start = request.num_computed_tokens
         end = start + size
         samples = end == request.num_tokens
-        self.rows.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.blocks, samples))
+        self._others.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.blocks, samples))
         self.requests.append(request)
         self._take(size)
 
     def add_decodes(self, requests: list[Request], drafts: Mapping[RequestKey, TokenArray]) -> None:
-        """Compute the newest token of each of `requests`, and verify after it the drafts that some of them have."""
-        newest = [
-            each.output_token_ids[-1] if each.output_token_ids else int(each.tokens(0, each.num_tokens)[-1])
-            for each in requests
-        ]
-        columns = np.array(newest, dtype=np.int32).reshape(-1, 1)
-        self.rows += [
-            ScheduledRequest(
-                each.key, each.num_prompt_tokens + len(each.output_token_ids) - 1, token_ids, each.blocks, True
-            )
-            for each, token_ids in zip(requests, columns, strict=True)
-        ]
+        """Compute the newest token of each of `requests`, and verify after it the drafts that some of them have.
+
+        Before any chunk of the step.
+        """
+        self.decodes = DecodeRows(
+            keys=[each.key for each in requests],
+            starts=np.array([each.num_prompt_tokens + len(each.output_token_ids) - 1 for each in requests], np.int32),
+            token_ids=np.array([each.newest_token_id for each in requests], np.int32),
+            block_tables=[each.blocks for each in requests],
+        )
         self.requests += requests
         self._take(len(requests))
         if drafts:
-            self.rows = [_with_drafts(row, drafts.get(row.key)) for row in self.rows]
+            self.drafts = drafts
+            self._others = [_with_drafts(row, drafts.get(row.key)) for row in StepRows(self.decodes, ())]
+            self.decodes = DecodeRows()
             self._take(sum(map(len, drafts.values())))
+
+    @property
+    def rows(self) -> StepRows:
+        """The step's rows, in the order of `requests`."""
+        return StepRows(self.decodes, self._others)
 
     def _take(self, count: int) -> None:
         self.budget -= count

@@ -6,10 +6,10 @@ Owns the stop rules: end-of-sequence and stop ids (the id is kept, as the last t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from services.worker.engine.outputs import EngineOutput, SampledRow, ScheduledRequest, TokenLogprobs
-from services.worker.engine.request import FinishReason, Request
+from services.worker.engine.outputs import EngineOutput, SampledRow, ScheduledRequest, TokenArray, TokenLogprobs
+from services.worker.engine.request import FinishReason, Request, RequestKey
 
 
 def finish_of(request: Request, token_id: int) -> FinishReason | None:
@@ -36,24 +36,24 @@ def fault_of(row: ScheduledRequest, sampled: SampledRow) -> str | None:
 
 
 def apply_decodes(
-    requests: Sequence[Request], rows: Sequence[ScheduledRequest], answers: Sequence[SampledRow]
+    requests: Sequence[Request], answers: Sequence[SampledRow], *, drafts: Mapping[RequestKey, TokenArray]
 ) -> tuple[list[EngineOutput | None], list[int]]:
     """`apply` for the plain rows of a step: one token for one token, in the middle of an output.
 
-    Exists for its speed: most rows of most steps are this. Returns an output a row, None for those left to `apply`,
-    which are unchanged, and the indices of the rows to look at again: these, and those that filled a block.
-    Raises ValueError unless there is one row and one answer a request.
+    Exists for its speed: most rows of most steps are this. `drafts` are those that the step verified. Returns an output
+    a row, None for those left to `apply`, which are unchanged, and the indices of the rows to look at again: these, and
+    those that filled a block. Raises ValueError unless there is one answer a request.
     """
     outputs: list[EngineOutput | None] = []
     again: list[int] = []
-    for request, row, sampled in zip(requests, rows, answers, strict=True):
+    for request, sampled in zip(requests, answers, strict=True):
         token_ids, known = sampled.token_ids, request.output_token_ids
         count = len(known)
         if (
             count >= request.decodes_until
             or len(token_ids) != 1
             or token_ids[0] in request.stop_ids
-            or row.draft_count
+            or (drafts and request.key in drafts)
             or sampled.error is not None
             or sampled.grammar_ended
             or sampled.prompt_logprobs
