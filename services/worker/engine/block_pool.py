@@ -74,9 +74,10 @@ class BlockPool:
         for _ in range(count):
             block, _ = self._unheld.popitem(last=False)
             full_hash = self._hashes[block]
-            if full_hash is not None and self._on_evict is not None:
-                self._on_evict(block, full_hash)
-            self._forget(block)
+            if full_hash is not None:
+                if self._on_evict is not None:
+                    self._on_evict(block, full_hash)
+                self._forget(block)
             self._ref_counts[block] = 1
             self._owners[block] = tenant
             taken.append(block)

@@ -16,7 +16,7 @@ from services.worker.engine.kv_exports import KVExports
 from services.worker.engine.kv_tiers import SpilledBlocks
 from services.worker.engine.model_runner import ModelRunner
 from services.worker.engine.outputs import TierStats
-from services.worker.engine.request import Request, RequestState
+from services.worker.engine.request import KVRole, Request, RequestState
 from services.worker.engine.tenant_shares import Room, TenantShares
 
 
@@ -114,7 +114,7 @@ class KVCacheManager:
             return _NO_MATCH
         fork = self._match_sibling(request)
         blocks: list[int] = []
-        hashes = self._hashes(request, request.num_tokens)
+        hashes = self._hashes(request, request.num_tokens // self.block_size)
         for full_hash in hashes:
             block = self.pool.lookup(full_hash)
             if block is None:
@@ -175,28 +175,30 @@ class KVCacheManager:
         request.num_computed_tokens = computed
         self._set_published(request, len(match.shared))
         self.exports.extend(request, len(match.shared))
-        for full_hash in self._hashes(request, request.num_tokens)[len(match.shared) :]:
+        for full_hash in self._hashes(request, request.num_tokens // self.block_size)[len(match.shared) :]:
             if pool.lookup(full_hash) is None:
                 self._computing.setdefault(full_hash, request)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Extend a running request's blocks to hold `num_tokens`; False, and nothing changed, without room."""
-        missing = self.blocks_for(num_tokens) - len(request.blocks)
+        missing = -(-num_tokens // self.block_size) - len(request.blocks)
         if missing > 0:
-            if self.room(request.tenant).total < missing:
+            pool, tenant = self.pool, request.tenant
+            if not self._shares.has_room(tenant, missing, available=pool.available_count, held_by=pool.held_by):
                 return False
-            self._set_blocks(request, request.blocks + tuple(self.pool.take(missing, tenant=request.tenant)))
+            self._set_blocks(request, request.blocks + tuple(pool.take(missing, tenant=tenant)))
         return True
 
     def publish(self, request: Request) -> None:
         """Make the blocks that are now fully computed hittable. Call after the step that computed them."""
         full_blocks = request.num_computed_tokens // self.block_size
-        hashes = self._hashes(request, request.num_computed_tokens)
+        hashes = self._hashes(request, full_blocks)
         if hashes:
             for index in range(request.num_published_blocks, full_blocks):
                 self.pool.publish(request.blocks[index], hashes[index])
                 self._stop_computing(request, hashes[index])
-            self.exports.extend(request, full_blocks)
+            if request.group.source.kv_role is KVRole.EXPORT:
+                self.exports.extend(request, full_blocks)
         self._set_published(request, full_blocks)
 
     def free(self, request: Request) -> None:
@@ -280,19 +282,19 @@ class KVCacheManager:
         whole, rest = divmod(computed, self.block_size)
         return PrefixMatch(computed, tuple(blocks[:whole]), blocks[whole] if rest else None)
 
-    def _hashes(self, request: Request, num_tokens: int) -> list[bytes]:
-        """The request's block hashes, known at least for every full block of its first `num_tokens`; none if off."""
-        root = request.group.root
-        known, full_blocks = len(request.block_hashes), num_tokens // self.block_size
-        if root is not None and known == 0 and full_blocks:
+    def _hashes(self, request: Request, full_blocks: int) -> list[bytes]:
+        """The request's block hashes, known at least for its first `full_blocks`, all full; none if off."""
+        root, size, hashes = request.group.root, self.block_size, request.block_hashes
+        if root is None or len(hashes) >= full_blocks:
+            return hashes
+        if not hashes:
             leader = request.group.members[0]
-            request.block_hashes.extend(leader.block_hashes[: request.num_prompt_tokens // self.block_size])
-            known = len(request.block_hashes)
-        if root is not None and known < full_blocks:
-            packed = request.packed(known * self.block_size, full_blocks * self.block_size)
-            parent = request.block_hashes[-1] if known else root
-            request.block_hashes.extend(chain_hashes(parent, packed, block_size=self.block_size))
-        return request.block_hashes
+            hashes.extend(leader.block_hashes[: request.num_prompt_tokens // size])
+        known = len(hashes)
+        if known < full_blocks:
+            packed = request.packed(known * size, full_blocks * size)
+            hashes += chain_hashes(hashes[-1] if hashes else root, packed, block_size=size)
+        return hashes
 
     def _stop_computing(self, request: Request, full_hash: bytes) -> None:
         if self._computing.get(full_hash) is request:

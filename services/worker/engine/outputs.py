@@ -18,6 +18,7 @@ import numpy as np
 from services.worker.engine.request import FinishReason, RequestKey, SamplingParams, TokenArray
 
 __all__ = [
+    "NO_DECODES",
     "DecodeRows",
     "EngineOutput",
     "EngineStats",
@@ -81,6 +82,9 @@ class DecodeRows:
         return len(self.keys)
 
 
+NO_DECODES = DecodeRows()
+
+
 class StepRows(Sequence[ScheduledRequest]):
     """The rows of a step, `decodes` first, each made when it is looked at."""
 
@@ -124,8 +128,8 @@ class StepRows(Sequence[ScheduledRequest]):
 class SchedulerOutput:
     """One step's decision.
 
-    `decodes` are the first rows of `scheduled` by column, as many as have none of the rarer traits; what computes rows
-    one by one need not look at them. `block_copies` (source, destination) are done before anything is computed (copy-on-write).
+    `decodes` are the first rows of `scheduled` by column, for whom columns are cheaper than rows.
+    `block_copies` (source, destination) are done before anything is computed (copy-on-write).
     `released` are keys whose sampling state the runner may drop, done before `new_requests` are added.
     """
 
@@ -134,7 +138,7 @@ class SchedulerOutput:
     scheduled: Sequence[ScheduledRequest]
     released: tuple[RequestKey, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
-    decodes: DecodeRows = DecodeRows()
+    decodes: DecodeRows = NO_DECODES
 
     @property
     def num_tokens(self) -> int:

@@ -231,7 +231,7 @@ class Request:
         # Prompt and output together when the choice ends by length.
         self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.num_pending_tokens = self.num_tokens
-        # Output tokens up to which one more is neither the first nor the last: 0 unless it is in the middle of decoding.
+        # With fewer output tokens one more is neither the first nor the last: 0 unless it is in the middle of decoding.
         self.decodes_until = 0
         self.state = RequestState.WAITING
         self.started = False
@@ -244,7 +244,7 @@ class Request:
         self.blocks: tuple[int, ...] = ()
         self.block_hashes: list[bytes] = []
         self.num_published_blocks = 0
-        # In output tokens, negative inside the prompt: how many the blocks hold, and with which computed the next is full.
+        # In output tokens, so negative inside the prompt: how many the blocks hold, how many computed fill the next.
         self.fits_outputs = self.full_at = -self.num_prompt_tokens
 
     @property
@@ -304,6 +304,14 @@ class Request:
         """A step of this request was accounted: see whether the next one only adds a token."""
         decodes = self.started and self.num_pending_tokens == 1 and len(self.output_token_ids) > 0
         self.decodes_until = self.sampling.max_tokens - 1 if decodes else 0
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when what is known, computed and expected of the next step disagree."""
+        assert 0 <= self.num_computed_tokens < self.num_tokens, f"{self} has nothing left to compute"
+        if self.decodes_until:
+            goes_on = self.state is RequestState.RUNNING and self.started and self.num_output_tokens > 0
+            assert goes_on, f"{self} is not in the middle of its output"
+            assert self.num_pending_tokens == 1, f"{self} does not decode"
 
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{self.num_tokens}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Mapping
 from operator import attrgetter
 
 from services.worker.engine.request import PriorityClass, Request
@@ -102,11 +102,10 @@ class RequestQueue:
             request.num_charged_tokens = end
             self.charge(request, fresh)
 
-    def charge_one_each(self, requests: Iterable[Request]) -> None:
-        """Add one computed token for each of `requests`."""
-        virtual_tokens = self._virtual_tokens
-        for request in requests:
-            virtual_tokens[request.tenant] += 1.0 / request.weight
+    def charge_one_each(self, counts: Mapping[tuple[str, float], int]) -> None:
+        """Add one computed token for each request; `counts` of them are of each tenant and weight."""
+        for (tenant, weight), count in counts.items():
+            self._virtual_tokens[tenant] += count / weight
 
     def dispatched(self, request: Request) -> None:
         """The request starts to run: the floor follows its tenant's virtual time."""

@@ -6,7 +6,8 @@ Owns the order and the counts; never touches blocks or the queue. Called by the 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from services.worker.engine.engine_config import EngineConfig
@@ -14,6 +15,8 @@ from services.worker.engine.request import PriorityClass, Request, RequestState
 from services.worker.engine.tenant_shares import Room, TenantShares
 
 _by_rank = attrgetter("rank")
+# A tenant's name and the weight of its requests against those of other tenants.
+Share = tuple[str, float]
 
 
 class RunningBatch:
@@ -28,6 +31,7 @@ class RunningBatch:
         )
         self._members: list[Request] = []
         self._by_tenant: dict[str, int] = {}
+        self._by_share: dict[Share, int] = {}
         self._count = 0
         self._batch_class_count = 0
 
@@ -67,6 +71,8 @@ class RunningBatch:
         request.state = RequestState.RUNNING
         insort(self._members, request, key=_by_rank)
         self._by_tenant[request.tenant] = self._held_by(request.tenant) + 1
+        share = (request.tenant, request.weight)
+        self._by_share[share] = self._by_share.get(share, 0) + 1
         self._count += 1
         self._batch_class_count += request.priority_class is PriorityClass.BATCH
 
@@ -77,8 +83,19 @@ class RunningBatch:
         self._by_tenant[request.tenant] -= 1
         if not self._by_tenant[request.tenant]:
             del self._by_tenant[request.tenant]
+        share = (request.tenant, request.weight)
+        self._by_share[share] -= 1
+        if not self._by_share[share]:
+            del self._by_share[share]
         self._count -= 1
         self._batch_class_count -= request.priority_class is PriorityClass.BATCH
+
+    def count_by_share(self, *, without: Iterable[Request]) -> dict[Share, int]:
+        """How many run of each tenant and weight, those of `without`, all running, left out."""
+        counts = self._by_share.copy()
+        for request in without:
+            counts[request.tenant, request.weight] -= 1
+        return counts
 
     def compact(self) -> None:
         """Drop removed requests from the order. Call before a removed one may be added again."""
@@ -96,12 +113,12 @@ class RunningBatch:
         running = [request for request in self._members if request.state is RequestState.RUNNING]
         assert len(running) == self._count <= self._max_num_seqs, f"{len(running)} run, counted {self._count}"
         assert running == sorted(running, key=_by_rank), "running requests are out of order"
-        by_tenant: dict[str, int] = {}
-        for request in running:
-            by_tenant[request.tenant] = by_tenant.get(request.tenant, 0) + 1
+        by_tenant = Counter(request.tenant for request in running)
+        by_share = Counter((request.tenant, request.weight) for request in running)
         batch_class = sum(request.priority_class is PriorityClass.BATCH for request in running)
         assert batch_class == self._batch_class_count, "BATCH requests are miscounted"
         assert by_tenant == self._by_tenant, f"tenants run {by_tenant}, counted {self._by_tenant}"
+        assert by_share == self._by_share, f"shares run {by_share}, counted {self._by_share}"
 
     def _held_by(self, tenant: str) -> int:
         return self._by_tenant.get(tenant, 0)

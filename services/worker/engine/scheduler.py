@@ -8,10 +8,10 @@ Called by the engine only. Charter: `schedule` stays a list of phases; a new fea
 from __future__ import annotations
 
 import dataclasses
-import heapq
 
 from services.worker.engine import stop_rules
 from services.worker.engine.admission import Admission
+from services.worker.engine.decode_columns import DecodeColumns
 from services.worker.engine.engine_config import DuplicateRequestError, EngineConfig
 from services.worker.engine.kv_cache_manager import KVCacheManager
 from services.worker.engine.kv_tiers import SpilledBlocks
@@ -39,6 +39,7 @@ from services.worker.engine.request import (
     RequestState,
 )
 from services.worker.engine.request_queue import RequestQueue
+from services.worker.engine.requests_in_hand import RequestsInHand
 from services.worker.engine.running_batch import RunningBatch
 from services.worker.engine.step_builder import StepBuilder
 from services.worker.engine.step_pace import StepPace
@@ -70,12 +71,13 @@ class Scheduler:
         self._running = RunningBatch(config)
         self.imports = KVImports(self.kv, self._queue, self._running, max_waiting=config.max_num_seqs)
         self._admission = Admission(self._queue, self._running, self.kv, imports=self.imports, config=config)
-        self._requests: dict[RequestKey, Request] = {}
-        self._by_id: dict[str, list[Request]] = {}
-        self._deadlines: list[tuple[float, int, RequestKey]] = []
+        self._requests = RequestsInHand()
         self._sequence = self._step = 0
         self._pace = StepPace(config.step_time_target_s)
+        self._columns = DecodeColumns()
         self._builder = self._new_builder()
+        # Requests whose newest token has no block yet.
+        self._crowded: list[Request] = []
         self._released: list[RequestKey] = []
         self._ended: list[EngineOutput] = []
         self._counters = _Counters()
@@ -102,11 +104,7 @@ class Scheduler:
 
     def abort(self, request_id: str, *, epoch: int | None, choice: int | None) -> int:
         """End matching choices as CANCELLED now; returns how many."""
-        chosen = [
-            request
-            for request in self._by_id.get(request_id, ())
-            if epoch in (None, request.key.epoch) and choice in (None, request.key.choice)
-        ]
+        chosen = self._requests.matching(request_id, epoch=epoch, choice=choice)
         for request in chosen:
             self._finish(request, stop_rules.ended(request, FinishReason.CANCELLED))
         self._running.compact()
@@ -115,7 +113,7 @@ class Scheduler:
     def fail_all(self, error: str) -> list[EngineOutput]:
         """End everything with ERROR and forget all cached contents, which a device fault may have spoilt."""
         self.kv.end_step()
-        for request in list(self._requests.values()):
+        for request in list(self._requests):
             self._finish(request, stop_rules.ended(request, FinishReason.ERROR, error=error))
         self.kv.forget_contents()
         self._running.compact()
@@ -153,15 +151,11 @@ class Scheduler:
             request = requests[index]
             if outputs[index] is not None:
                 self.kv.publish(request)
-                continue
-            self._counters.decode -= 1
-            if request.state is not RequestState.RUNNING:
-                continue
-            output = self._account(request, decision.scheduled[index], result.rows[index])
-            if output is not None and output.finish_reason is not None:
-                self._finish(request, output)
             else:
-                outputs[index] = output
+                self._counters.decode -= 1
+                outputs[index] = self._account(request, decision.scheduled[index], result.rows[index])
+            if request.state is RequestState.RUNNING and request.num_output_tokens > request.fits_outputs:
+                self._crowded.append(request)
         if decision.scheduled or self._ended or not self._requests or self._waits_outside():
             self._idle_steps = 0
             self._progress_at = now
@@ -214,16 +208,20 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when blocks, slots, queue and states disagree. Call between steps."""
-        running = [request for request in self._requests.values() if request.state is RequestState.RUNNING]
+        running = [request for request in self._requests if request.state is RequestState.RUNNING]
         waiting = self._queue.waiting()
-        self.kv.check_invariants(list(self._requests.values()))
+        self.kv.check_invariants(list(self._requests))
         self._queue.check_invariants()
         self._running.check_invariants()
         assert {id(each) for each in running} == {id(each) for each in self._running}, "states and batch disagree"
         self.imports.check_invariants()
         assert len(running) + len(waiting) + len(self.imports) == len(self._requests), "one neither runs nor waits"
         assert all(not each.blocks for each in waiting), "a waiting request holds blocks"
-        assert sum(map(len, self._by_id.values())) == len(self._requests), "the index by id is off"
+        for each in self._requests:
+            each.check_invariants()
+        crowded = [each for each in running if each.num_output_tokens > each.fits_outputs]
+        assert all(each in self._crowded for each in crowded), f"{crowded} lack a block, and nobody knows"
+        self._requests.check_invariants()
         if not self._requests:
             assert self.kv.pool.held_count == self.kv.exports.block_count, "idle, and blocks are held"
             assert self._speculation is None or self._speculation.is_idle(), "idle, and drafts are recorded"
@@ -233,31 +231,24 @@ class Scheduler:
         return self.kv.is_reading or self.imports.is_waiting or len(self.kv.exports) > 0
 
     def _new_builder(self) -> StepBuilder:
-        return StepBuilder(budget=self._config.max_num_batched_tokens, max_prefill_chunk=self._config.max_prefill_chunk)
+        config = self._config
+        return StepBuilder(
+            self._columns, budget=config.max_num_batched_tokens, max_prefill_chunk=config.max_prefill_chunk
+        )
 
     def _add_choice(self, group: RequestGroup, choice: Choice, *, now: float) -> None:
         self._sequence += 1
         request = Request(group, choice, sequence=self._sequence, arrival=now, eos_token_ids=self._spec.eos_token_ids)
         group.members.append(request)
-        self._requests[request.key] = request
-        self._by_id.setdefault(request.key.request_id, []).append(request)
+        self._requests.add(request)
         self._queue.enter(request)
         reason = stop_rules.already_ended(request)
         if reason is not None:
             self._finish(request, stop_rules.ended(request, reason))
-        elif group.source.deadline is not None:
-            heapq.heappush(self._deadlines, (group.source.deadline, request.sequence, request.key))
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, sequence, key = heapq.heappop(self._deadlines)
-            request = self._requests.get(key)
-            if request is not None and request.sequence == sequence:
-                self._finish(request, stop_rules.ended(request, FinishReason.EXPIRED))
-        if len(self._deadlines) > 2 * len(self._requests) + 1024:
-            known = self._requests
-            self._deadlines = [d for d in self._deadlines if d[2] in known and known[d[2]].sequence == d[1]]
-            heapq.heapify(self._deadlines)
+        for request in self._requests.take_due(now):
+            self._finish(request, stop_rules.ended(request, FinishReason.EXPIRED))
         self._running.compact()
 
     def _age(self, now: float) -> None:
@@ -278,7 +269,8 @@ class Scheduler:
         """Rows of all requests with one token to compute; returns the others, best first."""
         granted: dict[RequestKey, TokenArray] = {}
         drafts = self._drafts(now) if self._speculation is not None else {}
-        for request in [each for each in self._running if drafts or len(each.output_token_ids) > each.fits_outputs]:
+        crowded, self._crowded = self._crowded, []
+        for request in list(self._running) if drafts else sorted(crowded, key=lambda each: each.rank):
             if request.num_pending_tokens != 1 or request.state is not RequestState.RUNNING:
                 continue
             num_tokens = request.num_tokens
@@ -289,10 +281,12 @@ class Scheduler:
                 granted[request.key] = proposed
         self._running.compact()
         decodes = [each for each in self._running if each.num_pending_tokens == 1]
-        prefills = [each for each in self._running if each.num_pending_tokens != 1]
+        prefills: list[Request] = []
+        if len(decodes) < len(self._running):
+            prefills = [each for each in self._running if each.num_pending_tokens != 1]
         self._builder.add_decodes(decodes, granted)
         self._builder.budget = self._pace.prefill_room(len(decodes), self._builder.budget)
-        self._queue.charge_one_each(decodes)
+        self._queue.charge_one_each(self._running.count_by_share(without=prefills))
         return prefills
 
     def _drafts(self, now: float) -> dict[RequestKey, TokenArray]:
@@ -345,9 +339,13 @@ class Scheduler:
             self._speculation.release(request.key)
 
     def _account(self, request: Request, row: ScheduledRequest, sampled: SampledRow) -> EngineOutput | None:
+        """Any row at all; None when its request has ended, or ends now, or has nothing to tell."""
+        if request.state is not RequestState.RUNNING:
+            return None
         output = stop_rules.apply(request, row, sampled)
         if output is not None and output.error is not None:
-            return output
+            self._finish(request, output)
+            return None
         known = len(row.token_ids) - row.draft_count
         if row.samples and known == 1 and row.start >= request.num_prompt_tokens:
             self._counters.decode += 1
@@ -361,6 +359,9 @@ class Scheduler:
         if request.num_output_tokens - request.num_pending_tokens >= request.full_at:
             self.kv.publish(request)
         request.note_decoding()
+        if output is not None and output.finish_reason is not None:
+            self._finish(request, output)
+            return None
         return output
 
     def _finish(self, request: Request, output: EngineOutput) -> None:
@@ -374,11 +375,7 @@ class Scheduler:
             request.state = RequestState.FINISHED
         self._queue.leave(request)
         request.group.members.remove(request)
-        del self._requests[request.key]
-        same_id = self._by_id[request.key.request_id]
-        same_id.remove(request)
-        if not same_id:
-            del self._by_id[request.key.request_id]
+        self._requests.remove(request)
         self._ended.append(output)
 
     def _decision(self) -> SchedulerOutput:

@@ -9,20 +9,23 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from services.worker.engine.outputs import DecodeRows, NewRequest, ScheduledRequest, StepRows, TokenArray
+from services.worker.engine.decode_columns import DecodeColumns
+from services.worker.engine.outputs import NO_DECODES, NewRequest, ScheduledRequest, StepRows, TokenArray
 from services.worker.engine.request import Request, RequestKey
 
 
 class StepBuilder:
     """Rows and new requests of a step; a step takes at most one chunk of at most one long prefill."""
 
-    def __init__(self, *, budget: int, max_prefill_chunk: int) -> None:
+    def __init__(self, columns: DecodeColumns, *, budget: int, max_prefill_chunk: int) -> None:
+        """`columns` outlive the step: they are those of the step before."""
         self.budget = budget
         self.token_count = 0
-        self.decodes = DecodeRows()
+        self.decodes = NO_DECODES
         self.drafts: Mapping[RequestKey, TokenArray] = {}
         self.requests: list[Request] = []
         self.new_requests: list[NewRequest] = []
+        self._columns = columns
         self._max_prefill_chunk = max_prefill_chunk
         self._has_long_chunk = False
         self._others: list[ScheduledRequest] = []
@@ -64,24 +67,20 @@ class StepBuilder:
 
         Before any chunk of the step.
         """
-        self.decodes = DecodeRows(
-            keys=[each.key for each in requests],
-            starts=np.array([each.num_prompt_tokens + len(each.output_token_ids) - 1 for each in requests], np.int32),
-            token_ids=np.array([each.newest_token_id for each in requests], np.int32),
-            block_tables=[each.blocks for each in requests],
-        )
+        self.decodes = self._columns.advance(requests)
         self.requests += requests
         self._take(len(requests))
         if drafts:
             self.drafts = drafts
             self._others = [_with_drafts(row, drafts.get(row.key)) for row in StepRows(self.decodes, ())]
-            self.decodes = DecodeRows()
+            self.decodes = NO_DECODES
+            self._columns.forget()
             self._take(sum(map(len, drafts.values())))
 
     @property
     def rows(self) -> StepRows:
         """The step's rows, in the order of `requests`."""
-        return StepRows(self.decodes, self._others)
+        return StepRows(self.decodes, tuple(self._others))
 
     def _take(self, count: int) -> None:
         self.budget -= count

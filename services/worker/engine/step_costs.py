@@ -110,28 +110,29 @@ class StepCosts:
         return [cost for key in ended if (cost := self._costs.pop(key, None)) is not None]
 
     def _share(self, seconds: float) -> None:
-        decision, rows = self._decision, self._decision.scheduled
+        decision, decodes = self._decision, self._decision.decodes
+        if len(decodes) == len(decision.scheduled) and decodes.keys == self._keys and not decision.new_requests:
+            # Most steps decode one token for each row of the step before: no look-ups, nothing to tell rows apart by.
+            self._weights.note(len(decodes), 0, seconds)
+            self._steps += 1
+            self._shares += seconds / len(decodes)
+            self._block_seconds += np.fromiter(map(len, decodes.block_tables), np.int64, len(decodes)) * seconds
+            return
+        self._settle()
+        rows = tuple(decision.scheduled)
         keys = [row.key for row in rows]
         counts = [len(row.token_ids) for row in rows]
         total = sum(counts)
-        if total == len(rows) and not decision.new_requests and keys == self._keys:
-            # Most steps decode one token for each row of the step before: no look-ups, nothing to tell rows apart by.
-            self._weights.note(total, 0, seconds)
-            self._steps += 1
-            self._shares += seconds / total
-            self._block_seconds += np.array([len(row.block_table) for row in rows]) * seconds
-            return
-        self._settle()
         for new in decision.new_requests:
             if new.key not in self._costs:
                 self._costs[new.key] = ChoiceCost(new.key, len(new.prompt_token_ids))
         costs = [self._costs[key] for key in keys]
-        decodes = [
+        is_decode = [
             count - row.draft_count == 1 and row.samples and row.start >= cost.prompt_token_count
             for row, cost, count in zip(rows, costs, counts, strict=True)
         ]
         # A guessed token is verified as part of a decode.
-        decoded = sum(itertools.compress(counts, decodes))
+        decoded = sum(itertools.compress(counts, is_decode))
         prefilled = total - decoded
         self._keys = keys if decoded == len(rows) and not prefilled else []
         self._decoding = costs if self._keys else []
@@ -139,7 +140,7 @@ class StepCosts:
         self._weights.note(decoded, prefilled, seconds)
         weight = self._weights.prefill_weight if prefilled and decoded else 1.0
         unit = seconds / (decoded + weight * prefilled)
-        for row, cost, count, decode, sampled in zip(rows, costs, counts, decodes, self._result.rows, strict=True):
+        for row, cost, count, decode, sampled in zip(rows, costs, counts, is_decode, self._result.rows, strict=True):
             cost.block_seconds += len(row.block_table) * seconds
             if not decode:
                 cost.prefill_token_count += count

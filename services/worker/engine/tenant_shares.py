@@ -42,6 +42,12 @@ class TenantShares:
         cap = self._cap_of(tenant)
         return Room(self._total if cap is None else cap - held_by(tenant), available)
 
+    def has_room(self, tenant: str, count: int, *, available: int, held_by: Callable[[str], int]) -> bool:
+        """`room(…).total >= count`, at once where nobody has reserved anything and the tenant has no cap."""
+        if not self._reserved and self._cap_of(tenant) is None:
+            return available >= count
+        return self.room(tenant, available=available, held_by=held_by).total >= count
+
     def within_reservation(self, tenant: str, *, held: int) -> bool:
         """True when what the tenant gives back would only refill its own reservation."""
         return held <= self._reserved.get(tenant, 0)

@@ -64,7 +64,7 @@ class TorchModelRunner:
         """See `ModelRunner.execute`."""
         self._batch.apply(scheduler_output.released, scheduler_output.new_requests)
         self._store.copy_blocks(scheduler_output.block_copies)
-        rows = scheduler_output.scheduled
+        rows = tuple(scheduler_output.scheduled)
         results: list[SampledRow] = [SampledRow()] * len(rows)
         sound: list[int] = []
         for index, row in enumerate(rows):
@@ -96,7 +96,7 @@ class TorchModelRunner:
             return f"positions {row.start} to {end} are outside the context of {self._spec.max_model_len}"
         if -(-end // self._spec.block_size) > len(row.block_table):
             return f"{len(row.block_table)} blocks cannot hold {end} tokens"
-        if not all(0 <= block < self._spec.num_blocks for block in row.block_table):
+        if min(row.block_table) < 0 or max(row.block_table) >= self._spec.num_blocks:
             return "a block is outside the pool"
         if int(row.token_ids.min()) < 0 or int(row.token_ids.max()) >= self._spec.vocab_size:
             return "a token id is outside the vocabulary"
