@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.ledger import databases, preload
+from benchmarks.ledger import databases
+from benchmarks.ledger_rows import load
 from benchmarks.results import machine, save
 from services.usage.store import open_store
 
@@ -110,15 +111,15 @@ def main() -> None:
             folder = Path(name)
             for rows in sorted(arguments.rows):
                 store = open_store(url)
-                preload(store, rows)
+                load(store, rows)
                 store.close()
                 for format in arguments.formats:
                     output = folder / f"usage.{format}"
                     with service(url, folder) as (address, pid):
                         seconds, ours, theirs = export(address, pid, format, output)
                     size = output.stat().st_size >> 20
-                    load = machine()["load"]
-                    results.append(Result(kind, format, rows, round(rows / seconds), ours, theirs, size, load))
+                    busy = machine()["load"]
+                    results.append(Result(kind, format, rows, round(rows / seconds), ours, theirs, size, busy))
                     print(" ".join(f"{value!s:>12}" for value in dataclasses.astuple(results[-1])), flush=True)
     print(save("export", {"page_rows": 500}, [dataclasses.asdict(each) for each in results], arguments.json))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.export import export, service
-from benchmarks.ledger import preload
+from benchmarks.ledger_rows import load
 from cli.usage_verify import verify_file
 from services.usage.store import open_store
 
@@ -21,7 +21,7 @@ def test_the_memory_of_an_export_does_not_follow_its_rows(tmp_path: Path) -> Non
     peaks = []
     for rows in (100_000, 1_000_000):
         store = open_store(url)
-        preload(store, rows)
+        load(store, rows)
         store.close()
         output = tmp_path / f"{rows}.csv"
         with service(url, tmp_path) as (address, pid):
