@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from datetime import UTC
 from pathlib import Path
 
+import psycopg
 import redis.asyncio as aioredis
 import sqlalchemy as sa
 from millrace.usage.v1 import usage_event_pb2
@@ -45,7 +46,8 @@ REPORT = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """One measurement; `cpu_us` is this process's own time an event, on all its threads, `server_cpu_us` PostgreSQL's."""
+    """One measurement. Processor time an event: `cpu_us` of this process on all its threads, `server_cpu_us` of
+    PostgreSQL."""
 
     database: str
     rows_before: int
@@ -71,6 +73,14 @@ def databases(kind: str) -> Iterator[str]:
         server.stop()
 
 
+def settle(url: str) -> None:
+    """What the load left for later is done before anything is measured."""
+    if url.startswith("postgresql"):
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("VACUUM ANALYZE")
+            connection.execute("CHECKPOINT")
+
+
 async def measure(client: aioredis.Redis, store: Store, batch: int, count: int) -> tuple[float, float, float]:
     """Seconds by the wall, of this process's and of the database server's processors, for `count` published events to
     be acknowledged."""
@@ -88,18 +98,20 @@ async def measure(client: aioredis.Redis, store: Store, batch: int, count: int) 
     done, entries = 0, count + math.ceil(count / REPORT)
     while done < entries:
         done += await consumer.run_once(100)
-    spent = time.perf_counter() - wall, time.process_time() - cpu, (server_cpu_ms(store) - server) / 1000
+    spent_ms = sum(now - server.get(pid, 0.0) for pid, now in server_cpu_ms(store).items())
+    spent = time.perf_counter() - wall, time.process_time() - cpu, spent_ms / 1000
     if store.read_sync(last_row_id) - before != count:
         raise SystemExit("the ledger did not take every event")
     return spent
 
 
-def server_cpu_ms(store: Store) -> float:
-    """Processor time so far of the database server's processes on this machine; an embedded database has none."""
+def server_cpu_ms(store: Store) -> dict[int, float]:
+    """Processor time so far of each of the database server's processes; an embedded database has none."""
     if store.dialect != "postgresql":
-        return 0.0
-    pids = store.read_sync(lambda connection: connection.execute(sa.text("SELECT pid FROM pg_stat_activity")).scalars())
-    return sum(cpu_ms(pid) for pid in pids)
+        return {}
+    query = sa.text("SELECT pid FROM pg_stat_activity")
+    pids = store.read_sync(lambda connection: list(connection.execute(query).scalars()))
+    return {pid: cpu_ms(pid) for pid in pids}
 
 
 async def _publish(client: aioredis.Redis, stream: str, made: list[usage_event_pb2.UsageEvent]) -> None:
@@ -124,6 +136,7 @@ async def _measure_all(arguments: argparse.Namespace) -> list[Result]:
                 store = open_store(url)
                 for rows in sorted(arguments.rows):
                     load(store, rows)
+                    settle(url)
                     for batch in arguments.batches:
                         server.flush()
                         client = connect(server.url)

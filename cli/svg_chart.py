@@ -25,6 +25,15 @@ class Series:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class BarPanel:
+    """A title and grouped bars; what is shown is values / `unit`."""
+
+    title: str
+    series: Sequence[Series]
+    unit: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LineSeries:
     """One name and a value (>= 0) for each label; None leaves a gap. Lines of one thing share a colour."""
 
@@ -64,23 +73,32 @@ def line_charts(labels: Sequence[str], panels: Sequence[tuple[str, Sequence[Line
 def bar_chart(
     title: str, labels: Sequence[str], series: Sequence[Series], *, short_label: Callable[[str], str] = str
 ) -> str:
-    """The chart as an SVG document. Every series has as many values as there are labels.
+    """One panel of `bar_charts`."""
+    return bar_charts(labels, [BarPanel(title, series)], short_label=short_label)
 
-    `short_label` makes what stands under the bars of a label.
+
+def bar_charts(labels: Sequence[str], panels: Sequence[BarPanel], *, short_label: Callable[[str], str] = str) -> str:
+    """Panels one above the other over the same labels, as one SVG document.
+
+    Every series has as many values as there are labels; `short_label` makes what stands under the bars of a label.
     """
-    top = nice_ceiling(max((value for each in series for value in each.values), default=0))
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style>",
-        f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        f'<text class="title" x="{LEFT}" y="28">{escape(title)}</text>',
-        *_legend(series),
-        *_grid(top),
-        *_bars(labels, series, top),
-        *_ticks([short_label(label) for label in labels]),
-        "</svg>\n",
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels)}" role="img">',
+        f"<style>{STYLE}</style>",
     ]
-    return "\n".join(parts)
+    for place, panel in enumerate(panels):
+        top = nice_ceiling(max((value for each in panel.series for value in each.values), default=0))
+        parts += [
+            f'<g transform="translate(0 {HEIGHT * place})"><title>{escape(panel.title)}</title>',
+            f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+            f'<text class="title" x="{LEFT}" y="28">{escape(panel.title)}</text>',
+            *_legend(panel.series),
+            *_grid(top, panel.unit),
+            *_bars(labels, panel, top),
+            *_ticks([short_label(label) for label in labels]),
+            "</g>",
+        ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def nice_ceiling(value: int) -> int:
@@ -106,17 +124,17 @@ def _legend(series: Sequence[Series | LineSeries]) -> list[str]:
     return parts
 
 
-def _grid(top: int) -> list[str]:
+def _grid(top: int, unit: int = 1) -> list[str]:
     parts = []
     for quarter in range(5):
         y = _y(top * quarter // 4, top)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{short(top * quarter // 4)}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{short(top * quarter // 4, unit)}</text>')
     return parts
 
 
-def _bars(labels: Sequence[str], series: Sequence[Series], top: int) -> list[str]:
-    parts = []
+def _bars(labels: Sequence[str], panel: BarPanel, top: int) -> list[str]:
+    parts, series = [], panel.series
     slot = (WIDTH - LEFT - RIGHT) / max(1, len(labels))
     bar = slot * 0.8 / max(1, len(series))
     for place, label in enumerate(labels):
@@ -127,7 +145,7 @@ def _bars(labels: Sequence[str], series: Sequence[Series], top: int) -> list[str
             parts.append(
                 f'<rect x="{start + bar * index:.1f}" y="{y}" width="{max(1.0, bar - 1):.1f}" '
                 f'height="{HEIGHT - BOTTOM - y:.1f}" fill="{COLOURS[index % len(COLOURS)]}">'
-                f"<title>{escape(each.name)}, {escape(label)}: {value:,}</title></rect>"
+                f"<title>{escape(each.name)}, {escape(label)}: {_exact(value, panel.unit)}</title></rect>"
             )
     return parts
 
@@ -165,9 +183,13 @@ def _y(value: float, top: int) -> float:
     return round(HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / top, 1)
 
 
-def short(value: int) -> str:
-    """1500 → 1.5k, 2000000 → 2M."""
-    for size, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return str(value)
+def short(value: int, unit: int = 1) -> str:
+    """1500 → 1.5k, 2000000 → 2M; 1500 in units of 1000 → 1.5."""
+    for size, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if value >= size * unit:
+            return f"{value / size / unit:g}{name}"
+    return f"{value / unit:g}"
+
+
+def _exact(value: int, unit: int) -> str:
+    return f"{value:,}" if unit == 1 else f"{value / unit:,}"

@@ -14,13 +14,11 @@ import typer
 from google.protobuf import duration_pb2, timestamp_pb2
 from millrace.usage.v1 import usage_service_pb2 as pb
 from millrace.usage.v1 import usage_service_pb2_grpc as pb_grpc
-from rich.console import Console
-from rich.table import Table
 
 from cli.price import amount, stamp
 from cli.tenant import Address
 from cli.usage_client import Metadata, call_usage
-from cli.usage_shapes import GROUPS, Shape
+from cli.usage_shapes import GROUPS, Shape, show_table
 
 NAMES = (
     "requests", "completed", "goodput", "tokens", "prefill_s", "decode_s", "accelerator_cost", "per_million_tokens",
@@ -28,10 +26,11 @@ NAMES = (
 )  # fmt: skip
 # For people, whose lines are short.
 SHORT = {
-    "completed": "done",
     "accelerator_cost": "cost",
-    "per_million_tokens": "cost a million",
-    "per_completed": "cost an answer",
+    "per_million_tokens": "a million tokens",
+    "per_completed": "an answer completed",
+    "requests_s": "busy s",
+    "requests_cost": "busy cost",
 }
 WORKER_NAMES = ("model", "version", "workers", "requests_s", "idle_s", "busy", "requests_cost", "idle_cost")
 Since = Annotated[datetime | None, typer.Option(help="Ended at or after this UTC time.")]
@@ -81,19 +80,18 @@ def workers(
     _write(list(WORKER_NAMES), _worker_rows(_ask_workers(request, usage_address)), format)
 
 
-def cost_tables(
+def show_costs(
     tenants: Sequence[str], since: timestamp_pb2.Timestamp, until: timestamp_pb2.Timestamp, usage_address: str | None
-) -> list[Table]:
-    """The report's tables: each tenant's models with their costs, and the workers with their idle time."""
+) -> None:
+    """The report's part: each tenant's models with what they cost us, and the workers with their idle time."""
     rows = []
     for tenant in tenants:
         request = pb.QueryUsageRequest(tenant=tenant, start_time=since, end_time=until, group_by=["tenant", "model"])
         rows += _rows(ask_usage(request, usage_address))
+    _show(["tenant", "model", *NAMES], rows, "Cost and goodput: what the answers cost us")
     times = _ask_workers(pb.QueryWorkerTimeRequest(start_time=since, end_time=until), usage_address)
-    made = [_table(["tenant", "model", *NAMES], rows, "Cost and goodput")]
     if times:
-        made.append(_table(list(WORKER_NAMES), _worker_rows(times), "Workers"))
-    return made
+        _show(list(WORKER_NAMES), _worker_rows(times), "Workers: all of their time, idle time is in no request's cost")
 
 
 def ask_usage(request: pb.QueryUsageRequest, usage_address: str | None) -> Sequence[pb.UsageGroup]:
@@ -149,7 +147,7 @@ def _worker_rows(groups: Sequence[pb.WorkerTimeGroup]) -> list[list[str]]:
 
 def _write(names: Sequence[str], rows: Sequence[Sequence[str]], shape: Shape) -> None:
     if shape is Shape.TABLE:
-        Console(highlight=False).print(_table(names, rows))
+        _show(names, rows)
     elif shape is Shape.JSONL:
         for row in rows:
             print(json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False))
@@ -159,14 +157,9 @@ def _write(names: Sequence[str], rows: Sequence[Sequence[str]], shape: Shape) ->
         writer.writerows(rows)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> Table:
-    table = Table(title=title or None)
-    for name in names:
-        right = name in (*NAMES, *WORKER_NAMES[2:])
-        table.add_column(SHORT.get(name, name.replace("_", " ")), justify="right" if right else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _show(names: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    left = next(place for place, name in enumerate(names) if name in (NAMES[0], WORKER_NAMES[2]))
+    show_table([SHORT.get(name, name.replace("_", " ")) for name in names], rows, left=left, title=title)
 
 
 def _seconds(duration: duration_pb2.Duration) -> str:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from millrace.usage.v1 import usage_service_pb2 as pb
-from rich.console import Console
-from rich.table import Table
 
-from cli.price import amount, stamp
-from cli.svg_chart import Series, bar_chart
+from cli.price import MICROS, amount, stamp
+from cli.svg_chart import BarPanel, Series, bar_charts
 from cli.tenant import Address
 from cli.up import fail
-from cli.usage_costs import ask_usage, cost_tables
+from cli.usage_costs import ask_usage, show_costs
 from cli.usage_files import whole_file
-from cli.usage_shapes import GROUPS, Shape
+from cli.usage_shapes import GROUPS, NOTHING, Shape, show_table
 
 NUMBERS = ("requests", "prompt", "cached", "completion", "reasoning")
+# Of the numbers: part of the one before.
+PARTS = ("cached", "reasoning")
 
 
 def query(
@@ -64,36 +64,52 @@ def statement(
     usage_address: Address = None,
 ) -> None:
     """One tenant's statement of one day: every project, model and version with its tokens and cost, and the total."""
-    _write(["project", "model", "version"], _day(tenant, day, usage_address), format)
+    title = f"Statement of {tenant}, {day:%Y-%m-%d} (UTC)"
+    _write(["project", "model", "version"], _day(tenant, day, usage_address), format, title)
 
 
 def report(
     tenants: Annotated[list[str], typer.Argument(help="Tenants to set side by side.")],
     since: Annotated[datetime, typer.Option(formats=["%Y-%m-%d"], help="First UTC day.")],
     until: Annotated[datetime, typer.Option(formats=["%Y-%m-%d"], help="Last UTC day, included.")],
-    chart: Annotated[Path | None, typer.Option(help="SVG file for a chart of tokens by day.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="SVG file for a chart of tokens and cost by day.")] = None,
     usage_address: Address = None,
 ) -> None:
-    """Statements of some tenants by day as a table, and as a chart; what their answers cost us, and idle time."""
+    """Statements of some tenants by day as tables, and as a chart; what their answers cost us, and idle time."""
     days = _days(since.date(), until.date())
-    series = []
+    begin, end = stamp(since), stamp(until + timedelta(days=1))
+    span = f"{since:%Y-%m-%d} to {until:%Y-%m-%d} (UTC)"
+    statements: dict[str, Sequence[pb.UsageGroup]] = {}
     for tenant in tenants:
-        request = pb.QueryUsageRequest(
-            tenant=tenant,
-            start_time=stamp(since),
-            end_time=stamp(until + timedelta(days=1)),
-            group_by=["day", "model"],
-        )
-        groups = ask_usage(request, usage_address)
-        Console(highlight=False).print(_table(["day", "model"], groups, title=tenant))
-        series.append(Series(tenant, _tokens_by_day(groups, days)))
-    for table in cost_tables(tenants, stamp(since), stamp(until + timedelta(days=1)), usage_address):
-        Console(highlight=False).print(table)
+        request = pb.QueryUsageRequest(tenant=tenant, start_time=begin, end_time=end, group_by=["day", "model"])
+        statements[tenant] = ask_usage(request, usage_address)
+    whole = [_sum([tenant], groups) for tenant, groups in statements.items()]
+    _show(["tenant"], whole, f"Billed {span}")
+    for tenant, groups in statements.items():
+        _show(["day", "model"], groups, f"{tenant}, {span}")
+    show_costs(tenants, begin, end, usage_address)
     if chart is not None:
-        labels = [day.isoformat() for day in days]
         with whole_file(chart) as out:
-            out.write(bar_chart("Billed tokens a day", labels, series, short_label=lambda day: day[5:]))
+            out.write(_chart(statements, days, span))
         print(f"Wrote {chart}.")
+
+
+def _chart(statements: Mapping[str, Sequence[pb.UsageGroup]], days: Sequence[date], span: str) -> str:
+    def by_day(value: Callable[[pb.UsageGroup], int]) -> list[Series]:
+        series = []
+        for tenant, groups in statements.items():
+            sums = dict.fromkeys((day.isoformat() for day in days), 0)
+            for group in groups:
+                sums[group.keys[0]] += value(group)
+            series.append(Series(tenant, tuple(sums.values())))
+        return series
+
+    tokens = by_day(lambda group: group.billed.prompt_token_count + group.billed.completion_token_count)
+    panels = [BarPanel(f"Billed tokens a day, {span}", tokens)]
+    for currency in sorted({name for groups in statements.values() for group in groups for name in _costs(group)}):
+        costs = by_day(lambda group, currency=currency: _costs(group).get(currency, 0))  # type: ignore[misc]
+        panels.append(BarPanel(f"Cost a day in {currency}, {span}", costs, unit=MICROS))
+    return bar_charts([day.isoformat() for day in days], panels, short_label=lambda day: day[5:])
 
 
 def _day(tenant: str, day: datetime, usage_address: str | None) -> Sequence[pb.UsageGroup]:
@@ -112,13 +128,6 @@ def _days(first: date, last: date) -> list[date]:
     return [first + timedelta(days=number) for number in range((last - first).days + 1)]
 
 
-def _tokens_by_day(groups: Sequence[pb.UsageGroup], days: Sequence[date]) -> tuple[int, ...]:
-    sums = dict.fromkeys((day.isoformat() for day in days), 0)
-    for group in groups:
-        sums[group.keys[0]] += group.billed.prompt_token_count + group.billed.completion_token_count
-    return tuple(sums.values())
-
-
 def _numbers(group: pb.UsageGroup) -> tuple[int, ...]:
     billed = group.billed
     counts = (billed.prompt_token_count, billed.cached_token_count, billed.completion_token_count)
@@ -126,15 +135,16 @@ def _numbers(group: pb.UsageGroup) -> tuple[int, ...]:
 
 
 def _costs(group: pb.UsageGroup) -> dict[str, int]:
-    return {
-        cost.currency: cost.prompt_micros + cost.cached_micros + cost.completion_micros + cost.reasoning_micros
-        for cost in group.costs
-    }
+    costs: dict[str, int] = {}
+    for cost in group.costs:
+        parts = cost.prompt_micros + cost.cached_micros + cost.completion_micros + cost.reasoning_micros
+        costs[cost.currency] = costs.get(cost.currency, 0) + parts
+    return costs
 
 
-def _write(names: Sequence[str], groups: Sequence[pb.UsageGroup], shape: Shape) -> None:
+def _write(names: Sequence[str], groups: Sequence[pb.UsageGroup], shape: Shape, title: str = "") -> None:
     if shape is Shape.TABLE:
-        Console(highlight=False).print(_table(names, groups))
+        _show(names, groups, title)
         return
     fields = [*names, *NUMBERS, "cost"]
     if shape is Shape.JSONL:
@@ -147,20 +157,30 @@ def _write(names: Sequence[str], groups: Sequence[pb.UsageGroup], shape: Shape) 
     writer.writerows((*group.keys, *_numbers(group), _money(_costs(group))) for group in groups)
 
 
-def _table(names: Sequence[str], groups: Sequence[pb.UsageGroup], title: str = "") -> Table:
-    table = Table(*names, title=title or None, show_footer=len(groups) > 1)
-    sums = [0] * len(NUMBERS)
-    total: dict[str, int] = {}
+def _sum(keys: Sequence[str], groups: Sequence[pb.UsageGroup]) -> pb.UsageGroup:
+    """One group of all of them."""
+    whole = pb.UsageGroup(keys=keys)
     for group in groups:
-        sums = [one + other for one, other in zip(sums, _numbers(group), strict=True)]
-        for currency, micros in _costs(group).items():
-            total[currency] = total.get(currency, 0) + micros
-    for name, count in zip(NUMBERS, sums, strict=True):
-        table.add_column(name, f"{count:,}", justify="right")
-    table.add_column("cost", _money(total), justify="right")
-    for group in groups:
-        table.add_row(*group.keys, *(f"{count:,}" for count in _numbers(group)), _money(_costs(group)))
-    return table
+        whole.request_count += group.request_count
+        for field in whole.billed.DESCRIPTOR.fields:
+            setattr(whole.billed, field.name, getattr(whole.billed, field.name) + getattr(group.billed, field.name))
+        whole.costs.extend(group.costs)
+    return whole
+
+
+def _show(names: Sequence[str], groups: Sequence[pb.UsageGroup], title: str = "") -> None:
+    """A table with a total; of the kinds of tokens those that there are."""
+    whole = _sum((), groups)
+    kept = [place for place, count in enumerate(_numbers(whole)) if count or NUMBERS[place] not in PARTS]
+
+    def cells(group: pb.UsageGroup) -> list[str]:
+        return [*(str(_numbers(group)[place]) for place in kept), _money(_costs(group))]
+
+    total = ["Total", *[""] * (len(names) - 1), *cells(whole)] if len(groups) > 1 else []
+    rows = [[*group.keys, *cells(group)] for group in groups]
+    show_table([*names, *(NUMBERS[place] for place in kept), "cost"], rows, left=len(names), title=title, total=total)
+    if any(_numbers(group)[1] + _numbers(group)[3] and not group.costs for group in groups):
+        print(f"{NOTHING} no price held. `millrace price rate-again` rates by prices that were set since.")
 
 
 def _amounts(costs: dict[str, int]) -> dict[str, str]:

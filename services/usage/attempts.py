@@ -30,7 +30,7 @@ ATTEMPT_COLUMNS = (
     "request_id", "epoch", "worker_instance", "attempt", "tenant", "model", "version", "prompt_tokens",
     "cached_tokens", "prefill_tokens", "decode_tokens", "accepted_draft_tokens", "rejected_draft_tokens",
     "block_milliseconds", "prefill_nanos", "decode_nanos", "choices", "error_reason", "start_time", "end_time",
-    "insert_time",
+    "asking_worker", "insert_time",
 )  # fmt: skip
 TIME_COLUMNS = (
     "worker_instance", "sequence", "model", "version", "start_time", "end_time", "busy_nanos", "idle_nanos",
@@ -96,6 +96,7 @@ def _attempt(event: usage_event_pb2.AttemptEvent) -> tuple[Value, ...]:
         storable(event.error_reason),
         time_of(event, "start_time"),
         _required(event, "end_time"),
+        storable(event.asking_worker_instance) or None,
     )
 
 

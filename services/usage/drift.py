@@ -46,11 +46,12 @@ class RowSide:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttemptSide:
-    """What one worker told: ranges (choice, start, end) of output tokens."""
+    """What one worker told: ranges (choice, start, end) of output tokens, none of a prompt computed `for_peer`."""
 
     tenant: str
     epoch: int
     ranges: tuple[tuple[int, int, int], ...]
+    for_peer: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Made:
 
 def cause_of(row: RowSide | None, attempts: Sequence[AttemptSide], *, doubled: bool) -> Cause | None:
     """Why the counts of one request differ; None when they agree. `doubled`: a second event said something else."""
+    attempts = own_attempts(attempts)
     if row is None:
         return Cause.MISSING_EVENT if attempts else None
     if doubled:
@@ -81,6 +83,11 @@ def cause_of(row: RowSide | None, attempts: Sequence[AttemptSide], *, doubled: b
     if made.twice:
         return Cause.RESUMED if len(attempts) > 1 else Cause.UNEXPLAINED
     return None
+
+
+def own_attempts(attempts: Sequence[AttemptSide]) -> list[AttemptSide]:
+    """Those that answered, without prompts computed for them elsewhere."""
+    return [attempt for attempt in attempts if not attempt.for_peer]
 
 
 def made_of(delivered: Sequence[int], attempts: Sequence[AttemptSide]) -> Made:
@@ -104,4 +111,5 @@ def made_of(delivered: Sequence[int], attempts: Sequence[AttemptSide]) -> Made:
 
 def worker_total(attempts: Sequence[AttemptSide]) -> int | None:
     """Output tokens that all attempts made; None where no worker told."""
-    return sum(end - start for each in attempts for _, start, end in each.ranges) if attempts else None
+    own = own_attempts(attempts)
+    return sum(end - start for each in own for _, start, end in each.ranges) if own else None

@@ -26,6 +26,7 @@ from services.usage.bulk import insert_rows
 from services.usage.events import Tokens
 from services.usage.ledger import last_row_id
 from services.usage.prices import ACCELERATOR_HOUR, TOKEN_KINDS, Amounts, Price, PriceList, Work
+from services.usage.spending import Spender, move_cost_balances
 from services.usage.store import Store
 
 RATE_ROWS = 1_000
@@ -139,12 +140,14 @@ def _rate_next(connection: sa.Connection, now: datetime) -> int:
     rows = _read_work(connection, sa.and_(schema.ledger.c.row_id > after))
     if not rows:
         return 0
-    ratings = [
-        (row_id, number, currency, *amounts.parts, now)
-        for row_id, work in rows
-        for number, (currency, amounts) in enumerate(prices.rate(work).items(), 1)
-    ]
+    ratings: list[tuple[object, ...]] = []
+    spent: list[tuple[Spender, int]] = []
+    for row_id, spender, work in rows:
+        for number, (currency, amounts) in enumerate(prices.rate(work).items(), 1):
+            ratings.append((row_id, number, currency, *amounts.parts, now))
+            spent.append((spender, amounts.total))
     insert_rows(connection, schema.ratings, RATING_COLUMNS, ratings)
+    move_cost_balances(connection, spent)
     connection.execute(sa.update(head).values(last_row_id=rows[-1][0]))
     return len(rows)
 
@@ -169,13 +172,16 @@ def _rate_again(
     prices = PriceList(_token_prices(connection))
     have, numbers = _read_ratings(connection, rows[0][0], rows[-1][0])
     changes: list[tuple[object, ...]] = []
+    spent: list[tuple[Spender, int]] = []
     changed = 0
-    for row_id, work in rows:
+    for row_id, spender, work in rows:
         differences = _differences(have.get(row_id, {}), prices.rate(work))
         changed += bool(differences)
         for number, (currency, amounts) in enumerate(differences, numbers.get(row_id, 0) + 1):
             changes.append((row_id, number, currency, *amounts.parts, now))
+            spent.append((spender, amounts.total))
     insert_rows(connection, schema.ratings, RATING_COLUMNS, changes)
+    move_cost_balances(connection, spent)
     return rows[-1][0], changed
 
 
@@ -199,15 +205,27 @@ def _read_ratings(
     return sums, numbers
 
 
-def _read_work(connection: sa.Connection, chosen: sa.ColumnElement[bool]) -> list[tuple[int, Work]]:
+def _read_work(connection: sa.Connection, chosen: sa.ColumnElement[bool]) -> list[tuple[int, Spender, Work]]:
+    """Row id, who pays for it and when, and what is priced."""
     by_tenant = read_plans(connection)
     table = schema.ledger
     billed = (table.c[f"billed_{name}"] for name in schema.TOKEN_COLUMNS)
     columns = (table.c.tenant, table.c.model, table.c.version, table.c.priority_class, table.c.end_time)
-    query = sa.select(table.c.row_id, *columns, *billed).where(chosen).order_by(table.c.row_id).limit(RATE_ROWS)
+    query = (
+        sa.select(table.c.row_id, table.c.key_id, *columns, *billed)
+        .where(chosen)
+        .order_by(table.c.row_id)
+        .limit(RATE_ROWS)
+    )
     return [
-        (row[0], Work(by_tenant.plan_of(row[1], row[5]), row[2], row[3], row[4], row[5], Tokens(*row[6:])))
-        for row in connection.execute(query)
+        (
+            row_id,
+            (tenant, key_id, end_time.date()),
+            Work(by_tenant.plan_of(tenant, end_time), model, version, priority_class, end_time, Tokens(*billed_tokens)),
+        )
+        for row_id, key_id, tenant, model, version, priority_class, end_time, *billed_tokens in connection.execute(
+            query
+        )
     ]
 
 

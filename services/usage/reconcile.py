@@ -18,7 +18,7 @@ from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
 from services.usage import schema
-from services.usage.drift import AttemptSide, Cause, RowSide, cause_of, worker_total
+from services.usage.drift import AttemptSide, Cause, RowSide, cause_of, own_attempts, worker_total
 from services.usage.events import Tokens
 from services.usage.ledger import CONFLICT
 from services.usage.selection import Selection
@@ -93,7 +93,7 @@ def _compare(
     tenant = row.tenant if row is not None else attempts[0].tenant
     gateway = row.gateway_token_count if row is not None else None
     ledger = row.ledger_token_count if row is not None else None
-    return Drift(request_id, tenant, cause, gateway, made, ledger, len(attempts))
+    return Drift(request_id, tenant, cause, gateway, made, ledger, len(own_attempts(attempts)))
 
 
 def _read_rows(
@@ -110,11 +110,11 @@ def _read_rows(
 
 def _attempts(connection: sa.Connection, request_ids: Iterable[str]) -> Mapping[str, list[AttemptSide]]:
     table = schema.attempts
-    columns = (table.c.request_id, table.c.tenant, table.c.epoch, table.c.choices)
+    columns = (table.c.request_id, table.c.tenant, table.c.epoch, table.c.choices, table.c.asking_worker)
     query = sa.select(*columns).where(table.c.request_id.in_(list(request_ids)))
     told: dict[str, list[AttemptSide]] = defaultdict(list)
-    for request_id, tenant, epoch, ranges in connection.execute(query):
-        told[request_id].append(AttemptSide(tenant, epoch, tuple(map(tuple, ranges))))
+    for request_id, tenant, epoch, ranges, asking in connection.execute(query):
+        told[request_id].append(AttemptSide(tenant, epoch, tuple(map(tuple, ranges)), for_peer=bool(asking)))
     return told
 
 
@@ -127,6 +127,8 @@ def _read_orphans(connection: sa.Connection, chosen: Selection, after: str) -> M
         .join_from(table, ledger, table.c.request_id == ledger.c.request_id, isouter=True)
         .where(ledger.c.request_id.is_(None), table.c.request_id > after)
         .where(table.c.end_time >= chosen.start, table.c.end_time < chosen.end)
+        # A prompt computed for a peer is over long before its request.
+        .where(table.c.asking_worker.is_(None))
     )
     if chosen.tenant:
         query = query.where(table.c.tenant == chosen.tenant)

@@ -210,7 +210,19 @@ attempts = sa.Table(
     sa.Column("start_time", UtcTime),
     sa.Column("end_time", UtcTime, nullable=False),
     sa.Column("insert_time", UtcTime, nullable=False),
+    # Set where only the prompt was computed here, for the attempt of this epoch on another worker.
+    sa.Column("asking_worker", sa.Text),
     sa.Index(None, "end_time"),
+)
+
+# Sums of ratings by key and UTC day of the request's end, moved with them: what budgets of money start from.
+cost_balances = sa.Table(
+    "cost_balances",
+    metadata,
+    sa.Column("tenant", sa.Text, primary_key=True),
+    sa.Column("key_id", sa.Text, primary_key=True),
+    sa.Column("day", sa.Date, primary_key=True),
+    sa.Column("micros", sa.BigInteger, nullable=False),
 )
 
 # Spans of workers' time: busy is what the shares of attempts sum to, idle the rest.

@@ -1,14 +1,15 @@
 """What tenants and keys have spent, as the ledger says it: sums by key, and what budgets start from.
 
-Functions take a connection and block; the ledger moves the sums in its transaction, the hot copy reads them.
+Functions take a connection and block; the ledger and the rater move the sums in their transactions, the hot copy reads
+them: however many rows there are, it reads a row a key and day.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
-from datetime import UTC, date, datetime, time, timedelta
+from collections.abc import Iterable, Sequence
+from datetime import date, timedelta
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,9 +18,12 @@ from services.common.admission_types import Spent
 from services.usage.bulk import add_sums
 from services.usage.events import LedgerEntry
 from services.usage.rows import storable
-from services.usage.schema import MICRO_COLUMNS, balances, key_balances, ledger, ratings
+from services.usage.schema import balances, cost_balances, key_balances
 
 NANOS_PER_MICRO = 1_000
+
+# Tenant, key and UTC day.
+Spender = tuple[str, str, date]
 
 
 def move_key_balances(connection: sa.Connection, entries: Sequence[LedgerEntry]) -> None:
@@ -44,20 +48,25 @@ def key_spent(connection: sa.Connection, tenant: str, key_id: str, today: date) 
     return _spent(connection, query.where(table.c.tenant == tenant, table.c.key_id == key_id), today)
 
 
+def move_cost_balances(connection: sa.Connection, costs: Iterable[tuple[Spender, int]]) -> None:
+    """Add micro-units of new ratings to what their payers spent."""
+    sums: dict[Spender, int] = defaultdict(int)
+    for spender, micros in costs:
+        sums[spender] += micros
+    rows = [(*spender, micros) for spender, micros in sorted(sums.items()) if micros]
+    add_sums(connection, cost_balances, ("tenant", "key_id", "day"), ("micros",), rows)
+
+
 def with_money(connection: sa.Connection, spent: Spent, tenant: str, key_id: str) -> Spent:
     """The same with what ratings say that a key (empty: the tenant) has cost in the month and on the day."""
-    micros = sum((ratings.c[name] for name in MICRO_COLUMNS), sa.literal(0))
-    day = datetime.combine(spent.day, time(), UTC)
-    month = day.replace(day=1)
+    table = cost_balances
+    month = spent.day.replace(day=1)
     next_month = (month + timedelta(days=31)).replace(day=1)
-    on_day = sa.and_(ledger.c.end_time >= day, ledger.c.end_time < day + timedelta(days=1))
-    of_day = sa.case((on_day, micros), else_=0)
-    query = sa.select(sa.func.sum(micros), sa.func.sum(of_day)).join_from(
-        ledger, ratings, ledger.c.row_id == ratings.c.row_id
-    )
-    query = query.where(ledger.c.tenant == tenant, ledger.c.end_time >= month, ledger.c.end_time < next_month)
+    of_day = sa.case((table.c.day == spent.day, table.c.micros), else_=0)
+    query = sa.select(sa.func.sum(table.c.micros), sa.func.sum(of_day))
+    query = query.where(table.c.tenant == tenant, table.c.day >= month, table.c.day < next_month)
     if key_id:
-        query = query.where(ledger.c.key_id == key_id)
+        query = query.where(table.c.key_id == key_id)
     of_month, today = connection.execute(query).one()
     return dataclasses.replace(
         spent, day_nanos=int(today or 0) * NANOS_PER_MICRO, month_nanos=int(of_month or 0) * NANOS_PER_MICRO

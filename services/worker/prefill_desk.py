@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import structlog
@@ -91,7 +91,7 @@ class PrefillDesk:
         metrics: PeerMetrics,
         clock: Clock,
     ) -> None:
-        """`transfers` in the order of preference, gRPC last."""
+        """`transfers` in the order of preference, gRPC last. `on_open` hears of each prompt before the engine does."""
         self._identity = identity
         self._layout = layout_message(layout, block_size=identity.block_size)
         self._batch = max(1, BATCH_BYTES // layout.block_bytes)
@@ -103,6 +103,7 @@ class PrefillDesk:
         self._sessions: dict[str, _Session] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self.on_open: Callable[[pb.PrefillStart], None] = lambda start: None
 
     async def serve(self, requests: Requests, write: Write) -> None:
         """Run one Prefill call to its end. Raises InvalidRequest when it does not open well, DeadlineExceeded when the
@@ -181,6 +182,7 @@ class PrefillDesk:
         self._sessions[start.request_id] = session
         self._board.prefill_count = len(self._sessions)
         self._empty.clear()
+        self.on_open(start)
         self._engine.submit(request)
         self._grant(session, start.slots, first=start.held_block_count)
         self._board.touch()

@@ -7,11 +7,13 @@ ledger drops what it has by its id, so a batch whose fate is unknown is written 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 from millrace.usage.v1 import usage_event_pb2
+from millrace.worker.v1 import worker_service_pb2
 
 from services.common.clock import Clock
 from services.common.errors import MillraceError
@@ -26,13 +28,14 @@ FLUSH_S = 1.0
 TIME_EVERY_S = 10.0
 BATCH = 500
 MAX_PENDING = 16_384
+TOKEN_ID_BYTES = 4
 
 
 @dataclasses.dataclass(slots=True)
 class _Open:
     """An attempt that the engine is not done with. `left` counts its choices without a last output."""
 
-    stream: RequestStream
+    describe: Callable[[], usage_event_pb2.AttemptEvent]
     left: int
     costs: list[ChoiceCost] = dataclasses.field(default_factory=list)
 
@@ -51,7 +54,11 @@ class AttemptLog:
     def open(self, stream: RequestStream) -> None:
         """The engine will get this attempt."""
         facts = stream.facts
-        self._open[facts.request_id, facts.epoch] = _Open(stream, len(stream.choices))
+        self._open[facts.request_id, facts.epoch] = _Open(functools.partial(_of_stream, stream), len(stream.choices))
+
+    def open_for_peer(self, start: worker_service_pb2.PrefillStart) -> None:
+        """The engine will compute this prompt for another worker's attempt."""
+        self._open[start.request_id, start.epoch] = _Open(functools.partial(_of_peer, start), 1)
 
     def take_report(self, report: LoopReport, now_wall: float) -> None:
         """Engine outputs that the streams have taken already; an attempt whose choices all ended becomes an event."""
@@ -158,32 +165,46 @@ class UsageReporter:
 
 
 def _event(attempt: _Open, worker_instance: str, now_wall: float) -> usage_event_pb2.AttemptEvent:
-    stream, costs = attempt.stream, attempt.costs
+    event, costs = attempt.describe(), attempt.costs
+    event.worker_instance = worker_instance
+    event.prefill_token_count = sum(cost.prefill_token_count for cost in costs)
+    event.decode_token_count = sum(cost.decode_token_count for cost in costs)
+    event.accepted_draft_token_count = sum(cost.accepted_draft_token_count for cost in costs)
+    event.rejected_draft_token_count = sum(cost.rejected_draft_token_count for cost in costs)
+    event.block_milliseconds = round(sum(cost.block_seconds for cost in costs) * 1000)
+    event.prefill_time.CopyFrom(wire.duration_of(sum(cost.prefill_seconds for cost in costs)))
+    event.decode_time.CopyFrom(wire.duration_of(sum(cost.decode_seconds for cost in costs)))
+    event.end_time.CopyFrom(wire.timestamp_of(now_wall))
+    return event
+
+
+def _of_stream(stream: RequestStream) -> usage_event_pb2.AttemptEvent:
     facts, marks = stream.facts, stream.marks
-    event = usage_event_pb2.AttemptEvent(
+    return usage_event_pb2.AttemptEvent(
         request_id=facts.request_id,
         tenant=facts.entry.tenant,
         attempt=facts.attempt,
         epoch=facts.epoch,
-        worker_instance=worker_instance,
         model=facts.entry.model,
         priority_class=facts.entry.priority_class,
         prompt_token_count=facts.prompt_token_count,
         cached_token_count=stream.cached_token_count,
-        prefill_token_count=sum(cost.prefill_token_count for cost in costs),
-        decode_token_count=sum(cost.decode_token_count for cost in costs),
-        accepted_draft_token_count=sum(cost.accepted_draft_token_count for cost in costs),
-        rejected_draft_token_count=sum(cost.rejected_draft_token_count for cost in costs),
-        block_milliseconds=round(sum(cost.block_seconds for cost in costs) * 1000),
-        prefill_time=wire.duration_of(sum(cost.prefill_seconds for cost in costs)),
-        decode_time=wire.duration_of(sum(cost.decode_seconds for cost in costs)),
         choices=[
             usage_event_pb2.ChoiceRange(choice=choice.index, start_index=choice.start, end_index=choice.end)
             for choice in stream.choices.values()
         ],
         error_reason=stream.failure.reason if stream.failure is not None else "",
-        end_time=wire.timestamp_of(now_wall),
+        start_time=None if marks.start is None else wire.timestamp_of(marks.start),
     )
-    if marks.start is not None:
-        event.start_time.CopyFrom(wire.timestamp_of(marks.start))
-    return event
+
+
+def _of_peer(start: worker_service_pb2.PrefillStart) -> usage_event_pb2.AttemptEvent:
+    return usage_event_pb2.AttemptEvent(
+        request_id=start.request_id,
+        tenant=start.tenant,
+        epoch=start.epoch,
+        model=start.model,
+        priority_class=start.priority_class,
+        prompt_token_count=len(start.token_ids) // TOKEN_ID_BYTES,
+        asking_worker_instance=start.worker_instance,
+    )

@@ -278,6 +278,7 @@ def build(
         clock=clock,
     )
     peers = build_peers(config, loaded, identity, engine=engine, board=board, metrics=metrics, clock=clock)
+    peers.desk.on_open = log.open_for_peer
     service = WorkerService(
         identity=identity, model=loaded.served, table=table, hub=hub, board=board, peers=peers, clock=clock
     )

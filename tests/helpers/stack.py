@@ -28,7 +28,7 @@ def clean_environment(home: Path, extra: Mapping[str, str] | None = None) -> dic
 
 
 def millrace(
-    home: Path, *arguments: str, timeout: float = 60, env: Mapping[str, str] | None = None
+    home: Path, *arguments: str, timeout: float = 300, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one `millrace` command to its end."""
     return subprocess.run(

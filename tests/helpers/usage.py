@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import redis.asyncio as aioredis
 import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config as AlembicConfig
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
 from services.common.admission_scripts import pool_key
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import Pool, WorkerRecord
-from services.usage import schema
+from services.usage import migrations, schema
 from services.usage.events import LedgerEntry, parse_event
 from services.usage.ledger import Balance, insert_entries, last_row_id, read_balances, sum_rows
 from services.usage.store import Store
@@ -73,6 +76,19 @@ def parse(event: usage_event_pb2.UsageEvent) -> LedgerEntry:
 def insert(store: Store, entries: Sequence[LedgerEntry], now: datetime = START) -> list[LedgerEntry]:
     """Insert in one transaction; returns the new ones."""
     return store.write_sync(lambda connection: insert_entries(connection, entries, now))
+
+
+def migrate(store: Store, revision: str) -> None:
+    """Bring the schema of an open database to another revision, forwards or back."""
+    config = AlembicConfig()
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+
+    def work(connection: sa.Connection) -> None:
+        config.attributes["connection"] = connection
+        move = command.upgrade if revision == "head" else command.downgrade
+        move(config, revision)
+
+    store.write_sync(work)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from services.usage.prices import Amounts, Price
 from services.usage.queries import Selection, query_usage
 from services.usage.rating import RATE_ROWS, Rater
 from services.usage.store import Store
-from tests.helpers.usage import START, insert, make_entry
+from tests.helpers.usage import START, insert, make_entry, migrate
 
 
 @pytest.fixture
@@ -79,6 +80,43 @@ async def test_rating_again_adds_the_difference_and_a_second_time_nothing(store:
     assert (changed, nothing) == (1, 0)
     assert rating_rows(store) == [(1, 1, 5), (2, 1, 5), (2, 2, -2), (3, 1, 5)]
     assert costs(store) == {"USD": Amounts(13, 0, 0, 0)}
+
+
+def spent(store: Store) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
+    """What is kept beside the ratings, and the same summed from them."""
+    kept, ratings, ledger = schema.cost_balances.c, schema.ratings.c, schema.ledger.c
+    micros = sum((ratings[name] for name in schema.MICRO_COLUMNS), sa.literal(0))
+
+    def read(connection: sa.Connection) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
+        query = sa.select(kept.tenant, kept.key_id, kept.day, kept.micros).order_by(*"123")
+        rows = sa.select(ledger.tenant, ledger.key_id, ledger.end_time, micros).join_from(
+            schema.ledger, schema.ratings, ledger.row_id == ratings.row_id
+        )
+        sums: dict[tuple[object, ...], int] = defaultdict(int)
+        for tenant, key_id, end_time, amount in connection.execute(rows):
+            sums[tenant, key_id, end_time.date()] += amount
+        return [tuple(row) for row in connection.execute(query)], sorted((*key, sums[key]) for key in sums)
+
+    return store.read_sync(read)
+
+
+async def test_what_keys_spent_is_the_sum_of_their_ratings_also_after_a_migration_with_rows(
+    store: Store, rater: Rater
+) -> None:
+    ends = [START, START + timedelta(days=1)]
+    insert(store, [make_entry(f"r{n}", f"t{n % 2}", prompt=1_000_000, end_time=ends[n % 3 > 0]) for n in range(9)])
+    await rater.set_prices([price("prompt", 5)])
+    await drain(rater)
+    await rater.set_prices([price("prompt", 7), price("prompt", 1, currency="EUR")])
+    await rater.rate_again(None, None)
+
+    kept, summed = spent(store)
+    assert kept == summed
+    assert len(kept) == 4
+
+    migrate(store, "0005")
+    migrate(store, "head")
+    assert spent(store) == (kept, summed)
 
 
 async def test_a_plan_of_a_tenant_counts_from_its_start(store: Store, rater: Rater) -> None:

@@ -7,12 +7,14 @@ import dataclasses
 import grpc
 import pytest
 from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 from millrace.worker.v1 import worker_service_pb2_grpc
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.common.errors import InvalidRequest
 from services.common.grpc_client import error_from_rpc, open_channel
+from services.worker import wiring
 from services.worker.config import WorkerConfig, WorkerRole
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.runtime.transfers import grpc_stream
@@ -52,6 +54,29 @@ async def test_a_prompt_prefilled_by_a_peer_gives_the_same_answer() -> None:
         snapshot = pair.decode.app.parts.board.snapshot()
         assert snapshot.transfer_rate_byte_count > 0
         assert snapshot.kv_token_byte_count == 8
+
+
+async def test_each_side_tells_the_ledger_what_it_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[usage_event_pb2.AttemptEvent] = []
+
+    async def publish(report: bytes) -> None:
+        told.extend(usage_event_pb2.WorkerReport.FromString(report).attempts)
+
+    monkeypatch.setattr(wiring, "_publisher", lambda redis, pool: publish)
+    async with pair_of_workers() as pair:
+        await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12), epoch=257)
+        await pair.gateway.finished("r1")
+        await pair.assert_nothing_is_held()
+        for side in (pair.prefill, pair.decode):
+            await side.app.parts.reporter.flush(last=True)
+        asking = pair.decode.app.instance
+
+    peer, own = sorted(told, key=lambda event: len(event.choices))
+    assert (peer.request_id, peer.epoch, peer.tenant) == (own.request_id, own.epoch, own.tenant) == ("r1", 257, "acme")
+    assert (peer.worker_instance, peer.asking_worker_instance, own.asking_worker_instance) == ("prefill", asking, "")
+    # Nine blocks there; what follows them here.
+    assert (peer.prefill_token_count, own.prefill_token_count) == (144, 6)
+    assert peer.prefill_time.ToNanoseconds() > 0
 
 
 async def test_blocks_come_while_the_rest_is_computed() -> None:

@@ -20,6 +20,7 @@ def told(*ranges: tuple[int, int, int], epoch: int = 257) -> AttemptSide:
 
 
 WHOLE = told((0, 0, 20))
+FOR_PEER = AttemptSide("acme", 257, (), for_peer=True)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,11 @@ WHOLE = told((0, 0, 20))
     [
         (row(), [WHOLE], None),
         (row(delivered=(20, 5)), [told((0, 0, 20), (1, 0, 5))], None),
+        # A peer computed the prompt: it counts for nothing that was answered.
+        (row(), [FOR_PEER, WHOLE], None),
+        (row(), [FOR_PEER], Cause.ATTEMPT_LOST),
+        (row(attempt=2, epoch=513), [FOR_PEER, told((0, 8, 20), epoch=513)], Cause.ATTEMPT_LOST),
+        (None, [FOR_PEER], None),
         # Refused or cancelled before a worker had it.
         (row(delivered=(0,), worker_instance="", epoch=0, attempt=0), [], None),
         (None, [WHOLE], Cause.MISSING_EVENT),
@@ -61,3 +67,4 @@ def test_tokens_made_are_told_apart_by_what_became_of_them() -> None:
     assert made_of((11, 9), attempts) == Made(twice=2, untold=2, beyond=1)
     assert worker_total(attempts) == 21
     assert worker_total([]) is None
+    assert worker_total([FOR_PEER]) is None

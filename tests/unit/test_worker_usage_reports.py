@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from millrace.usage.v1 import usage_event_pb2
+from millrace.worker.v1 import worker_service_pb2
 
 from services.common.admission_types import Pool
 from services.common.errors import StoreUnavailable
@@ -81,6 +82,22 @@ def test_refused_and_broken_attempts_are_told_with_what_they_took() -> None:
 
     told = [(event.request_id, event.prefill_token_count) for event in log.peek(9)]
     assert told == [("refused", 0), ("broken", 3), ("waiting", 0)]
+    assert log.is_idle()
+
+
+def test_a_prompt_computed_for_a_peer_is_told_with_what_it_took_and_for_whom() -> None:
+    log = AttemptLog("prefill-1")
+    start = worker_service_pb2.PrefillStart(
+        request_id="r1", epoch=256, worker_instance="decode-1", tenant="acme", token_ids=bytes(4 * 32)
+    )
+
+    log.open_for_peer(start)
+    log.take_report(ended("r1", prefill_token_count=32, prefill_seconds=0.25), NOW)
+
+    [event] = log.peek(9)
+    assert (event.worker_instance, event.asking_worker_instance) == ("prefill-1", "decode-1")
+    assert (event.request_id, event.epoch, event.tenant, list(event.choices)) == ("r1", 256, "acme", [])
+    assert (event.prompt_token_count, event.prefill_token_count, event.prefill_time.ToMilliseconds()) == (32, 32, 250)
     assert log.is_idle()
 
 

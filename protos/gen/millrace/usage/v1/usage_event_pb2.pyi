@@ -284,6 +284,7 @@ class AttemptEvent(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    ASKING_WORKER_INSTANCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     attempt: _builtins.int
@@ -302,6 +303,10 @@ class AttemptEvent(_message.Message):
     """Blocks times the milliseconds of the steps that held them."""
     error_reason: _builtins.str
     """Reason of the error table, where the attempt as a whole failed."""
+    asking_worker_instance: _builtins.str
+    """The worker that asked, where only a prompt was computed here for its attempt: the epoch is that attempt's, and no
+    choice was made here.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -339,10 +344,11 @@ class AttemptEvent(_message.Message):
         error_reason: _builtins.str = ...,
         start_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        asking_worker_instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_time", b"decode_time", "end_time", b"end_time", "model", b"model", "prefill_time", b"prefill_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "attempt", b"attempt", "block_milliseconds", b"block_milliseconds", "cached_token_count", b"cached_token_count", "choices", b"choices", "decode_time", b"decode_time", "decode_token_count", b"decode_token_count", "end_time", b"end_time", "epoch", b"epoch", "error_reason", b"error_reason", "model", b"model", "prefill_time", b"prefill_time", "prefill_token_count", b"prefill_token_count", "priority_class", b"priority_class", "prompt_token_count", b"prompt_token_count", "rejected_draft_token_count", b"rejected_draft_token_count", "request_id", b"request_id", "start_time", b"start_time", "tenant", b"tenant", "worker_instance", b"worker_instance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_token_count", b"accepted_draft_token_count", "asking_worker_instance", b"asking_worker_instance", "attempt", b"attempt", "block_milliseconds", b"block_milliseconds", "cached_token_count", b"cached_token_count", "choices", b"choices", "decode_time", b"decode_time", "decode_token_count", b"decode_token_count", "end_time", b"end_time", "epoch", b"epoch", "error_reason", b"error_reason", "model", b"model", "prefill_time", b"prefill_time", "prefill_token_count", b"prefill_token_count", "priority_class", b"priority_class", "prompt_token_count", b"prompt_token_count", "rejected_draft_token_count", b"rejected_draft_token_count", "request_id", b"request_id", "start_time", b"start_time", "tenant", b"tenant", "worker_instance", b"worker_instance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
