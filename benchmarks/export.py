@@ -25,7 +25,7 @@ from services.usage.store import open_store
 
 TOKEN = "root-token-of-the-benchmark"
 SAMPLE_S = 0.05
-START_S = 60.0
+START_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def main() -> None:
     results = []
     print(" ".join(f"{field.name:>12}" for field in dataclasses.fields(Result)))
     for kind in arguments.databases:
-        with databases(kind) as url, tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
+        with databases(kind) as new_url, tempfile.TemporaryDirectory() as name:
+            folder, url = Path(name), new_url()
             for rows in sorted(arguments.rows):
                 store = open_store(url)
                 load(store, rows)

@@ -261,8 +261,7 @@ def build(
     if store is None:
         redis = connect(config.redis_url, load_tls(config.tls_dir))
         store = AdmissionStore(redis)
-    metrics, table = Metrics(), RequestTable()
-    tiers = _tiers(config, loaded, clock)
+    metrics, table, tiers = Metrics(), RequestTable(), _tiers(config, loaded, clock)
     engine = EngineLoop(_engine(config, loaded, tiers, table.caps), clock=clock)
     gate = GrammarGate(engine, loaded.grammars)
     board = LoadBoard(identity, table, engine, LoadMetrics(metrics, card.model), clock)
