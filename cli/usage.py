@@ -24,6 +24,7 @@ from cli.tenant import Address
 from cli.up import fail
 from cli.usage_client import Metadata, call_usage
 from cli.usage_costs import costs, workers
+from cli.usage_dead_letters import dead_letters
 from cli.usage_files import (
     PARQUET,
     LineWriter,
@@ -35,7 +36,7 @@ from cli.usage_files import (
     whole_file,
 )
 from cli.usage_reconcile import reconcile
-from cli.usage_sums import query, report, statement
+from cli.usage_sums import query, report, statement, tags_of
 from cli.usage_verify import Tampered, verify_file
 from services.usage.records import record_of
 
@@ -60,6 +61,10 @@ Until = Annotated[datetime | None, typer.Option(help="Requests that ended before
 @app.command()
 def export(
     tenant: Annotated[str, typer.Option(help="Only this tenant; every tenant unless given.")] = "",
+    project: Annotated[str, typer.Option(help="Only this project.")] = "",
+    key: Annotated[str, typer.Option(help="Only this key id.")] = "",
+    model: Annotated[str, typer.Option(help="Only this model, or model@version.")] = "",
+    tag: Annotated[list[str] | None, typer.Option(help="Only requests with this tag=value; repeat for more.")] = None,
     format: Annotated[Format, typer.Option(help="One record a line but for parquet; csv has a header.")] = Format.CSV,
     output: Annotated[Path | None, typer.Option(help="File to write; standard output unless given.")] = None,
     since: Since = None,
@@ -72,8 +77,14 @@ def export(
 
     With --output the signed digests of the rows lie in <output>.seal, for `millrace usage verify`.
     """
+    name, _, version = model.partition("@")
     request = pb.ExportUsageRequest(
         tenant=tenant,
+        project=project,
+        key_id=key,
+        model=name,
+        version=version,
+        metadata=tags_of(tag),
         after_row_id=after_row,
         start_time=None if since is None else stamp(since),
         end_time=None if until is None else stamp(until),
@@ -135,6 +146,7 @@ app.command()(report)
 app.command()(costs)
 app.command()(workers)
 app.command()(reconcile)
+app.command()(dead_letters)
 
 
 def _verify_day(day: str, usage_address: str | None) -> None:

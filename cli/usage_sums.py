@@ -40,16 +40,13 @@ def query(
 ) -> None:  # fmt: skip
     """Sum requests, tokens and cost by any groups."""
     name, _, version = model.partition("@")
-    pairs = [text.partition("=") for text in tag or ()]
-    if any(not separator for _, separator, _ in pairs):
-        raise fail("A tag is written as name=value.")
     request = pb.QueryUsageRequest(
         tenant=tenant,
         project=project,
         key_id=key,
         model=name,
         version=version,
-        metadata={name: value for name, _, value in pairs},
+        metadata=tags_of(tag),
         start_time=None if since is None else stamp(since),
         end_time=None if until is None else stamp(until),
         group_by=group_by or (),
@@ -110,6 +107,14 @@ def _chart(statements: Mapping[str, Sequence[pb.UsageGroup]], days: Sequence[dat
         costs = by_day(lambda group, currency=currency: _costs(group).get(currency, 0))  # type: ignore[misc]
         panels.append(BarPanel(f"Cost a day in {currency}, {span}", costs, unit=MICROS))
     return bar_charts([day.isoformat() for day in days], panels, short_label=lambda day: day[5:])
+
+
+def tags_of(texts: Sequence[str] | None) -> dict[str, str]:
+    """Tags as they are typed; exits with a sentence for one without a value."""
+    pairs = [text.partition("=") for text in texts or ()]
+    if any(not separator for _, separator, _ in pairs):
+        raise fail("A tag is written as name=value.")
+    return {name: value for name, _, value in pairs}
 
 
 def _day(tenant: str, day: datetime, usage_address: str | None) -> Sequence[pb.UsageGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator
-from datetime import date
+from datetime import UTC, date, datetime
 
 from millrace.usage.v1 import usage_service_pb2 as pb
 from millrace.usage.v1 import usage_service_pb2_grpc
@@ -16,8 +16,10 @@ from services.usage.account_service import CallContext, authorization_of
 from services.usage.account_wire import time_field
 from services.usage.admin_keys import AdminKeys, Caller
 from services.usage.days import Days
+from services.usage.dead_letters import replay_dead_letters
+from services.usage.events import request_id_of
 from services.usage.exports import decode_cursor, encode_cursor, export_pages, ledger_row, subject_of
-from services.usage.ledger import find_row, last_row_id
+from services.usage.ledger import find_row, last_row_id, read_dead_letters
 from services.usage.queries import Group, query_usage
 from services.usage.reconcile import Totals, reconcile
 from services.usage.reconcile_wire import drift_message, totals_message
@@ -114,6 +116,34 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
             if finding.row_id is not None:
                 answer.row_id = finding.row_id
         return answer
+
+    async def ListDeadLetters(
+        self, request: pb.ListDeadLettersRequest, context: CallContext
+    ) -> pb.ListDeadLettersResponse:
+        """What could not become a row, and why."""
+        await self._admins.administrator(authorization_of(context))
+        letters = await self._store.read(read_dead_letters)
+        return pb.ListDeadLettersResponse(
+            letters=[
+                pb.DeadLetter(
+                    stream=letter.stream,
+                    entry_id=letter.entry_id,
+                    reason=letter.reason,
+                    payload_byte_count=len(letter.payload),
+                    request_id=request_id_of(letter.payload) or "",
+                )
+                for letter in letters
+            ]
+        )
+
+    async def ReplayDeadLetters(
+        self, request: pb.ReplayDeadLettersRequest, context: CallContext
+    ) -> pb.ReplayDeadLettersResponse:
+        """Those that can be read now become rows."""
+        await self._admins.administrator(authorization_of(context))
+        now = datetime.now(UTC)
+        done = await self._store.write(functools.partial(replay_dead_letters, now=now))
+        return pb.ReplayDeadLettersResponse(taken_count=done.taken_count, left_count=done.left_count)
 
 
 def _selection(request: pb.ExportUsageRequest | pb.QueryUsageRequest, caller: Caller) -> Selection:

@@ -17,8 +17,10 @@ from sqlalchemy.exc import IntegrityError
 from services.common.errors import StoreUnavailable
 from services.usage import schema
 from services.usage.bulk import insert_rows
+from services.usage.dead_letters import Replayed, replay_dead_letters
 from services.usage.events import Tokens, parse_event
 from services.usage.ledger import (
+    CONFLICT,
     Balance,
     DeadLetter,
     RowFilter,
@@ -32,7 +34,7 @@ from services.usage.rows import ROW_COLUMNS, row_values
 from services.usage.selection import Selection
 from services.usage.store import Store, open_store
 from tests.helpers.postgres import PostgresProcess, postgres_folder
-from tests.helpers.usage import START, insert, make_entry, make_event, reading
+from tests.helpers.usage import START, insert, make_attempt, make_entry, make_event, make_time, reading, report_of
 
 
 def test_an_event_becomes_one_row_with_all_its_fields(store: Store) -> None:
@@ -150,6 +152,33 @@ def test_a_dead_letter_is_kept_once(store: Store) -> None:
 
     kept = store.read_sync(read_dead_letters)
     assert [(k.entry_id, k.payload) for k in kept] == [("1-0", b"\xff\x00")]
+
+
+def test_letters_are_tried_again_and_only_what_can_be_a_row_becomes_one(store: Store) -> None:
+    insert(store, [make_entry("r1")])
+    events = {
+        # As refused by an earlier release, or by a database that was full.
+        "1-0": make_event("r2", completion=7),
+        # Published again and taken meanwhile; says something else than its row; still poison.
+        "2-0": make_event("r1"),
+        "3-0": make_event("r1", completion=9),
+        "4-0": make_event("r4", tenant=""),
+    }
+    reasons = {"3-0": CONFLICT}
+    letters = [DeadLetter("s", at, reasons.get(at, "old"), event.SerializeToString()) for at, event in events.items()]
+    letters.append(DeadLetter("s", "5-0", "old", report_of(make_attempt("r2"), make_time(1)).SerializeToString()))
+    store.write_sync(lambda c: insert_dead_letters(c, letters, START))
+
+    done = store.write_sync(lambda c: replay_dead_letters(c, START))
+    again = store.write_sync(lambda c: replay_dead_letters(c, START))
+
+    assert (done, again) == (Replayed(3, 2), Replayed(0, 2))
+    assert [letter.entry_id for letter in store.read_sync(read_dead_letters)] == ["3-0", "4-0"]
+    result = reading(store)
+    assert result.request_ids == ("r1", "r2")
+    assert result.balances[0].billed.completion == 5 + 7
+    attempts = store.read_sync(lambda c: c.execute(sa.select(schema.attempts.c.request_id)).scalars().all())
+    assert attempts == ["r2"]
 
 
 def test_the_largest_counts_and_longest_ids_fit(store: Store) -> None:

@@ -19,10 +19,11 @@ from cli.svg_chart import Series, bar_chart
 from services.usage import schema
 from services.usage.attempts import insert_worker_rows, parse_report
 from services.usage.config import UsageConfig
+from services.usage.ledger import DeadLetter, insert_dead_letters
 from services.usage.store import Store
 from services.usage.wiring import UsageApp, build
 from tests.helpers.redis import RedisProcess
-from tests.helpers.usage import START, insert, make_attempt, make_entry, make_time, report_of
+from tests.helpers.usage import START, insert, make_attempt, make_entry, make_event, make_time, report_of
 
 TOKEN = "root-token-for-tests"
 
@@ -132,6 +133,18 @@ async def test_a_mistake_is_one_sentence(app: UsageApp, arguments: tuple[str, ..
 
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())
+
+
+async def test_dead_letters_are_listed_until_another_try_takes_them(app: UsageApp, store: Store) -> None:
+    letter = DeadLetter("mr:usage", "1-0", "tenant is empty", make_event("r1").SerializeToString())
+    store.write_sync(lambda c: insert_dead_letters(c, [letter], START))
+
+    listed = await run(app, "usage", "dead-letters")
+    tried = await run(app, "usage", "dead-letters", "--replay")
+
+    assert listed.exit_code == 1
+    assert all(text in listed.stdout for text in ("mr:usage", "1-0", "r1", "tenant is empty"))
+    assert (tried.exit_code, tried.stdout) == (0, "1 became rows.\nThere is no dead letter.\n")
 
 
 def test_a_chart_shows_nothing_that_a_name_could_smuggle_in() -> None:

@@ -64,6 +64,16 @@ class UsageServiceStub:
                 request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.SerializeToString,
                 response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayResponse.FromString,
                 _registered_method=True)
+        self.ListDeadLetters = channel.unary_unary(
+                '/millrace.usage.v1.UsageService/ListDeadLetters',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListDeadLettersRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.ReplayDeadLetters = channel.unary_unary(
+                '/millrace.usage.v1.UsageService/ReplayDeadLetters',
+                request_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReplayDeadLettersRequest.SerializeToString,
+                response_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReplayDeadLettersResponse.FromString,
+                _registered_method=True)
 
 
 class UsageServiceServicer:
@@ -111,6 +121,20 @@ class UsageServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDeadLetters(self, request, context):
+        """Events that could not become rows, oldest first; administrators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplayDeadLetters(self, request, context):
+        """Tries each of them again; administrators only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_UsageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +167,16 @@ def add_UsageServiceServicer_to_server(servicer, server):
                     servicer.VerifyDay,
                     request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.FromString,
                     response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayResponse.SerializeToString,
+            ),
+            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadLetters,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListDeadLettersRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListDeadLettersResponse.SerializeToString,
+            ),
+            'ReplayDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplayDeadLetters,
+                    request_deserializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReplayDeadLettersRequest.FromString,
+                    response_serializer=millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReplayDeadLettersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +341,60 @@ class UsageService:
             '/millrace.usage.v1.UsageService/VerifyDay',
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayRequest.SerializeToString,
             millrace_dot_usage_dot_v1_dot_usage__service__pb2.VerifyDayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.UsageService/ListDeadLetters',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListDeadLettersRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ListDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplayDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/millrace.usage.v1.UsageService/ReplayDeadLetters',
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReplayDeadLettersRequest.SerializeToString,
+            millrace_dot_usage_dot_v1_dot_usage__service__pb2.ReplayDeadLettersResponse.FromString,
             options,
             channel_credentials,
             insecure,

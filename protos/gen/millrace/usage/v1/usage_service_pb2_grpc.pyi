@@ -43,6 +43,10 @@ class UsageServiceStub:
     """Compares what gateways, workers and the ledger say of each request; administrators only."""
     VerifyDay: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.VerifyDayRequest, _usage_service_pb2.VerifyDayResponse]
     """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
+    ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ListDeadLettersRequest, _usage_service_pb2.ListDeadLettersResponse]
+    """Events that could not become rows, oldest first; administrators only."""
+    ReplayDeadLetters: _grpc.UnaryUnaryMultiCallable[_usage_service_pb2.ReplayDeadLettersRequest, _usage_service_pb2.ReplayDeadLettersResponse]
+    """Tries each of them again; administrators only."""
 
 @_typing.type_check_only
 class UsageServiceAsyncStub(UsageServiceStub):
@@ -59,6 +63,10 @@ class UsageServiceAsyncStub(UsageServiceStub):
     """Compares what gateways, workers and the ledger say of each request; administrators only."""
     VerifyDay: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.VerifyDayRequest, _usage_service_pb2.VerifyDayResponse]  # type: ignore[assignment]
     """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
+    ListDeadLetters: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ListDeadLettersRequest, _usage_service_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
+    """Events that could not become rows, oldest first; administrators only."""
+    ReplayDeadLetters: _aio.UnaryUnaryMultiCallable[_usage_service_pb2.ReplayDeadLettersRequest, _usage_service_pb2.ReplayDeadLettersResponse]  # type: ignore[assignment]
+    """Tries each of them again; administrators only."""
 
 class UsageServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -108,6 +116,22 @@ class UsageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_usage_service_pb2.VerifyDayResponse, _abc.Awaitable[_usage_service_pb2.VerifyDayResponse]]:
         """Recomputes a sealed day from its rows and names the first one that is altered or missing."""
+
+    @_abc_1.abstractmethod
+    def ListDeadLetters(
+        self,
+        request: _usage_service_pb2.ListDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.ListDeadLettersResponse, _abc.Awaitable[_usage_service_pb2.ListDeadLettersResponse]]:
+        """Events that could not become rows, oldest first; administrators only."""
+
+    @_abc_1.abstractmethod
+    def ReplayDeadLetters(
+        self,
+        request: _usage_service_pb2.ReplayDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_usage_service_pb2.ReplayDeadLettersResponse, _abc.Awaitable[_usage_service_pb2.ReplayDeadLettersResponse]]:
+        """Tries each of them again; administrators only."""
 
 def add_UsageServiceServicer_to_server(servicer: UsageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

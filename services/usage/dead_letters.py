@@ -1,0 +1,58 @@
+"""Letters that the ledger could not take, tried again: after an upgrade, or once a database takes what it refused.
+
+A letter becomes a row by the same steps as an entry of the stream, each in a savepoint of its own, or stays as it is.
+A second event that says something else than its row never becomes one. Functions block; run through `Store.write`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DataError, IntegrityError
+
+from services.usage import schema
+from services.usage.attempts import insert_worker_rows, parse_report
+from services.usage.events import PoisonEvent, parse_event
+from services.usage.ledger import CONFLICT, DeadLetter, conflicting, insert_entries, read_dead_letters
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replayed:
+    """Letters that are in the ledger now, and those that stay."""
+
+    taken_count: int
+    left_count: int
+
+
+def replay_dead_letters(connection: sa.Connection, now: datetime) -> Replayed:
+    """Try every letter again, oldest first; what was taken is a letter no more."""
+    letters = read_dead_letters(connection)
+    taken = 0
+    for letter in letters:
+        try:
+            with connection.begin_nested():
+                if _take(connection, letter, now):
+                    _forget(connection, letter)
+                    taken += 1
+        except (PoisonEvent, DataError, IntegrityError):
+            continue
+    return Replayed(taken, len(letters) - taken)
+
+
+def _take(connection: sa.Connection, letter: DeadLetter, now: datetime) -> bool:
+    if letter.reason == CONFLICT:
+        return False
+    try:
+        entry = parse_event(letter.payload, published_ms=int(letter.entry_id.partition("-")[0]))
+    except PoisonEvent:
+        insert_worker_rows(connection, [parse_report(letter.payload)], now)
+        return True
+    return bool(insert_entries(connection, [entry], now)) or not conflicting(connection, [entry])
+
+
+def _forget(connection: sa.Connection, letter: DeadLetter) -> None:
+    table = schema.dead_letters
+    mine = (table.c.stream == letter.stream, table.c.entry_id == letter.entry_id)
+    connection.execute(sa.delete(table).where(*mine))
