@@ -242,7 +242,7 @@ def run_until_it_crashes(point: str, database_url: str, redis_url: str, folder: 
     }
     argv = [sys.executable, "-m", "services.usage"]
     environment = clean_environment(folder, settings)
-    return subprocess.run(argv, env=environment, cwd=ROOT, timeout=60, capture_output=True, check=False).returncode
+    return subprocess.run(argv, env=environment, cwd=ROOT, timeout=110, capture_output=True, check=False).returncode
 
 
 def make_skewed_events(count: int) -> list[usage_event_pb2.UsageEvent]:
