@@ -88,7 +88,7 @@ def spent(store: Store) -> tuple[list[tuple[object, ...]], list[tuple[object, ..
     micros = sum((ratings[name] for name in schema.MICRO_COLUMNS), sa.literal(0))
 
     def read(connection: sa.Connection) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
-        query = sa.select(kept.tenant, kept.key_id, kept.day, kept.micros).order_by(*"123")
+        query = sa.select(kept.tenant, kept.key_id, kept.day, kept.micros).order_by(kept.tenant, kept.key_id, kept.day)
         rows = sa.select(ledger.tenant, ledger.key_id, ledger.end_time, micros).join_from(
             schema.ledger, schema.ratings, ledger.row_id == ratings.row_id
         )

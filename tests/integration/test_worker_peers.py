@@ -69,11 +69,12 @@ async def test_each_side_tells_the_ledger_what_it_computed(monkeypatch: pytest.M
         await pair.assert_nothing_is_held()
         for side in (pair.prefill, pair.decode):
             await side.app.parts.reporter.flush(last=True)
-        asking = pair.decode.app.instance
+        here, there = pair.decode.app.instance, pair.prefill.app.instance
 
     peer, own = sorted(told, key=lambda event: len(event.choices))
     assert (peer.request_id, peer.epoch, peer.tenant) == (own.request_id, own.epoch, own.tenant) == ("r1", 257, "acme")
-    assert (peer.worker_instance, peer.asking_worker_instance, own.asking_worker_instance) == ("prefill", asking, "")
+    assert (peer.worker_instance, peer.asking_worker_instance) == (there, here)
+    assert (own.worker_instance, own.asking_worker_instance) == (here, "")
     # Nine blocks there; what follows them here.
     assert (peer.prefill_token_count, own.prefill_token_count) == (144, 6)
     assert peer.prefill_time.ToNanoseconds() > 0
