@@ -82,7 +82,9 @@ async def test_a_price_a_statement_a_correction_and_a_report(app: UsageApp, stor
     assert second.stdout.splitlines()[1] == "2026-03-01,2,2000000,0,0,0,0.20 USD"
     assert all(name in report.stdout for name in names)
     bars = [e for e in ET.fromstring(chart.read_text()).iter("{http://www.w3.org/2000/svg}rect") if len(e)]
-    assert len(bars) == 2 * 3
+    # Tokens and cost, by tenant and day.
+    assert len(bars) == 2 * 2 * 3
+    assert "Cost a day in USD" in chart.read_text()
 
 
 async def test_what_answers_cost_and_what_differs_is_read_by_the_command_line(app: UsageApp, store: Store) -> None:
