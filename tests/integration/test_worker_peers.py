@@ -72,7 +72,9 @@ async def test_each_side_tells_the_ledger_what_it_computed(monkeypatch: pytest.M
         here, there = pair.decode.app.instance, pair.prefill.app.instance
 
     peer, own = sorted(told, key=lambda event: len(event.choices))
-    assert (peer.request_id, peer.epoch, peer.tenant) == (own.request_id, own.epoch, own.tenant) == ("r1", 257, "acme")
+    assert (
+        (peer.request_id, peer.epoch, peer.tenant) == (own.request_id, own.epoch, own.tenant) == ("r1", 257, "tenant-1")
+    )
     assert (peer.worker_instance, peer.asking_worker_instance) == (there, here)
     assert (own.worker_instance, own.asking_worker_instance) == (here, "")
     # Nine blocks there; what follows them here.
