@@ -6,8 +6,9 @@ Owns the order "written, then counted as delivered" and the patience with a clie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol, TypeVar
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Protocol
 
 from starlette.types import Message, Scope, Send
 
@@ -18,7 +19,6 @@ STATUS_HELD_S = 10.0
 PING_S = 15.0
 PING = b": ping\n\n"
 Headers = Sequence[tuple[bytes, bytes]]
-T = TypeVar("T")
 
 
 class Sink(Protocol):
@@ -104,30 +104,30 @@ def while_open(scope: Scope, send: Send) -> Send:
     return sending
 
 
-async def paced(source: AsyncGenerator[T, None], first_s: float) -> AsyncGenerator[T | None, None]:
-    """Items of `source`, and None whenever nothing came for `first_s`, later 15 s: then the client must hear something.
+@contextlib.asynccontextmanager
+async def pinging(ping: Callable[[], Awaitable[None]], first_s: float) -> AsyncIterator[Callable[[], None]]:
+    """Awaits `ping` whenever the block did not call what it is given for `first_s`, later 15 s: then the client must
+    hear something. What `ping` raises ends the block."""
+    now = asyncio.get_running_loop().time
+    silent_since, patience_s = now(), first_s
 
-    Closes `source`. The next item is asked for only when this generator is resumed.
-    """
-    pending: asyncio.Future[T] | None = None
-    wait_s = first_s
-    try:
+    def heard() -> None:
+        nonlocal silent_since, patience_s
+        silent_since, patience_s = now(), PING_S
+
+    async def watch() -> None:
         while True:
-            if pending is None:
-                pending = asyncio.ensure_future(anext(source))
-            done, _ = await asyncio.wait({pending}, timeout=wait_s)
-            wait_s = PING_S
-            if not done:
-                yield None
-                continue
-            try:
-                item = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
-            yield item
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        await source.aclose()
+            left_s = silent_since + patience_s - now()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
+                heard()
+                await ping()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch())
+            yield heard
+            watching.cancel()
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None

@@ -17,7 +17,7 @@ from millrace.common.v1 import common_pb2
 from starlette.types import Receive
 
 from services.common.errors import Cancelled, MillraceError, SlowReader
-from services.gateway.answer_sink import STATUS_HELD_S, Headers, Sink, paced
+from services.gateway.answer_sink import STATUS_HELD_S, Headers, Sink, pinging
 from services.gateway.generation import Generation
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.openai_answer import Json, Shape, Usage
@@ -124,12 +124,11 @@ class Answering:
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
         opened: set[int] = set()
         blank: Json = {"usage": None} if include_usage else {}
-        async with contextlib.aclosing(paced(text_deltas(self._generation), STATUS_HELD_S)) as deltas:
+        deltas = text_deltas(self._generation)
+        async with pinging(self._ping, STATUS_HELD_S) as heard, contextlib.aclosing(deltas):
             async for delta in deltas:
+                heard()
                 await self._start(200, _STREAM_HEADERS)
-                if delta is None:
-                    await self._sink.ping()
-                    continue
                 self._count(delta)
                 chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
                 opened.add(delta.choice)
@@ -141,6 +140,10 @@ class Answering:
         closing = self._shape.closing(self._usage, include_usage=include_usage)
         tail = [*(self._shape.event(chunk) for chunk in closing), self._shape.done]
         await self._sink.write([event for event in tail if event], more=False)
+
+    async def _ping(self) -> None:
+        await self._start(200, _STREAM_HEADERS)
+        await self._sink.ping()
 
     def _delivers(self, delta: TextDelta) -> Callable[[], None]:
         last = len(self._reasons) == len(self._usage.choices)

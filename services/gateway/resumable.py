@@ -26,7 +26,7 @@ from services.common.errors import (
 )
 from services.common.lifecycle import end_tasks, new_ulid
 from services.gateway.answer_log import AnswerLog, Head, KeptAnswer, LogRoom
-from services.gateway.answer_sink import PING_S, ClientSink, Sink, paced
+from services.gateway.answer_sink import PING_S, ClientSink, Sink, pinging
 from services.gateway.come_back import ComeBack, EventId
 from services.gateway.http_errors import error_body
 from services.gateway.idempotency_store import RESULT_BYTES, IdempotencyStore, Record
@@ -292,37 +292,52 @@ async def relay(parts: Parts, send: Send) -> None:
 
     Raises MillraceError while nothing was sent (Unsupported for an answer of a gRPC call), and SlowReader.
     """
-    sink = ClientSink(send)
-    head: Head | None = None
-    started = False
-
-    async def start(found: Head) -> None:
-        nonlocal started
-        if not started:
-            started = True
-            await sink.start(found.status, found.headers)
-
+    reading = _Reading(ClientSink(send))
     try:
-        async with contextlib.aclosing(paced(parts, PING_S)) as coming:
-            async for part in coming:
-                if isinstance(part, Head):
-                    _check_readable(part)
-                    head = part
-                elif head is not None and (part is not None or head.is_stream):
-                    await start(head)
-                    await (sink.ping() if part is None else sink.write([part]))
-        if head is None:
-            raise NotFound("That answer was given up.")
-        if not started and head.is_stream:
-            head = Head(204, [header for header in head.headers if header[0] != b"content-type"])
-        await start(head)
-        await sink.write([], more=False)
+        await reading.write(parts)
     except SlowReader:
         raise
     except MillraceError as error:
-        if not started or head is None or not head.is_stream:
+        if not reading.started or reading.head is None or not reading.head.is_stream:
             raise
-        await sink.write([b"data: " + error_body(error) + b"\n\n"], more=False)
+        await reading.sink.write([b"data: " + error_body(error) + b"\n\n"], more=False)
+
+
+class _Reading:
+    """How far one client has read an answer."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.head: Head | None = None
+        self.started = False
+
+    async def write(self, parts: Parts) -> None:
+        async with pinging(self._ping, PING_S) as heard, contextlib.aclosing(parts):
+            async for part in parts:
+                heard()
+                if isinstance(part, Head):
+                    _check_readable(part)
+                    self.head = part
+                elif self.head is not None:
+                    await self._start(self.head)
+                    await self.sink.write([part])
+        head = self.head
+        if head is None:
+            raise NotFound("That answer was given up.")
+        if not self.started and head.is_stream:
+            head = Head(204, [header for header in head.headers if header[0] != b"content-type"])
+        await self._start(head)
+        await self.sink.write([], more=False)
+
+    async def _start(self, head: Head) -> None:
+        if not self.started:
+            self.started = True
+            await self.sink.start(head.status, head.headers)
+
+    async def _ping(self) -> None:
+        if self.head is not None and self.head.is_stream:
+            await self._start(self.head)
+            await self.sink.ping()
 
 
 def _check_readable(head: Head) -> None:

@@ -77,9 +77,9 @@ class WorkerAttachment:
         self._dial = dial
         self._cancels: dict[tuple[str, int, int | None], None] = {}
         self._unacked: dict[str, None] = {}
-        self._wake = asyncio.Event()
         self._final: dict[str, worker_service_pb2.AckEntry] = {}
-        self._hurry = False
+        # There is something to send; it must not wait for company.
+        self._wake, self._hurry = asyncio.Event(), asyncio.Event()
         self._reopen = asyncio.Event()
         self._settled = False
         self._given_up = True
@@ -126,20 +126,18 @@ class WorkerAttachment:
         """Send a Cancel as soon as the stream takes it; while it is broken, what it holds is dropped by epoch."""
         if self.attached:
             self._cancels[request_id, epoch, choice] = None
-            self._wake.set()
+            self._hurry_up()
 
     def acknowledge(self, request_id: str) -> None:
         """Send an ack of a request at once."""
         self._unacked[request_id] = None
-        self._hurry = True
-        self._wake.set()
+        self._hurry_up()
 
     def confirm(self, entry: worker_service_pb2.AckEntry) -> None:
         """Send the last ack of a request that is no longer held."""
         if self.attached:
             self._final[entry.request_id] = entry
-            self._hurry = True
-            self._wake.set()
+            self._hurry_up()
 
     def reopen(self) -> None:
         """Break the stream; the next hello says what is held."""
@@ -183,6 +181,7 @@ class WorkerAttachment:
             self._cancels, self._final = {}, {}
             # What the broken stream was to tell of these is told again.
             self._unacked = dict.fromkeys(held.request_id for held in hello.continued)
+            self._wake.set()
             await call.write(worker_service_pb2.AttachRequest(hello=hello))
             self.attached = True
             self._log.info("attached", continued=len(hello.continued))
@@ -221,39 +220,37 @@ class WorkerAttachment:
         self._settle_now()
         self._heard_at = self._clock.monotonic()
         for event in frame.events:
-            if event.WhichOneof("event") == "delta":
+            if event.HasField("delta"):
                 self._unacked[event.request_id] = None
+                self._wake.set()
         self._listener.on_frame(self.record.instance, frame.events)
-        self._wake.set()
 
     async def _write(self, call: _Call) -> None:
         while True:
-            if not self._in_hurry():
-                await self._wait_for_company()
+            await self._wait_for_company()
+            self._wake.clear()
+            self._hurry.clear()
             for request_id, epoch, choice in self._take_cancels():
                 cancel = worker_service_pb2.Cancel(request_id=request_id, epoch=epoch, choice=choice)
                 await call.write(worker_service_pb2.AttachRequest(cancel=cancel))
             ids, self._unacked = self._unacked, {}
-            final, self._final, self._hurry = self._final, {}, False
+            final, self._final = self._final, {}
             entries = self._listener.ack_entries(self.record.instance, [i for i in ids if i not in final])
             if entries or final:
                 ack = worker_service_pb2.Ack(entries=[*entries, *final.values()])
                 await call.write(worker_service_pb2.AttachRequest(ack=ack))
                 self._listener.on_acked(entries)
 
-    def _in_hurry(self) -> bool:
-        return self._hurry or bool(self._cancels)
+    def _hurry_up(self) -> None:
+        self._wake.set()
+        self._hurry.set()
 
     async def _wait_for_company(self) -> None:
         # Nothing to send: sleep. Something: what comes within 100 ms goes with it.
-        while not self._unacked and not self._in_hurry():
-            self._wake.clear()
-            await self._wake.wait()
+        await self._wake.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ACK_DELAY_S):
-                while not self._in_hurry():
-                    self._wake.clear()
-                    await self._wake.wait()
+                await self._hurry.wait()
 
     def _take_cancels(self) -> list[tuple[str, int, int | None]]:
         cancels, self._cancels = list(self._cancels), {}
