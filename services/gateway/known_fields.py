@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -11,13 +12,18 @@ from services.gateway.chat_template import JsonValue
 from services.gateway.json_body import decode_raw
 
 
+@functools.cache
+def _raw_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is msgspec.Raw)
+
+
 def refuse_raw(
     body: msgspec.Struct, path: str, only: Mapping[str, tuple[JsonValue, ...]], skip: Collection[str] = ()
 ) -> None:
     """Each field of type Raw has one of its values in `only`, or is null or absent. Raises Unsupported."""
-    for name in body.__struct_fields__:
+    for name in _raw_fields(type(body)):
         value = getattr(body, name)
-        if not isinstance(value, msgspec.Raw) or len(bytes(value)) == 0 or name in skip:
+        if len(bytes(value)) == 0 or name in skip:
             continue
         field = f"{path}{name}"
         sent = decode_raw(value, field)

@@ -248,9 +248,10 @@ class WorkerAttachment:
     async def _wait_for_company(self) -> None:
         # Nothing to send: sleep. Something: what comes within 100 ms goes with it.
         await self._wake.wait()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ACK_DELAY_S):
-                await self._hurry.wait()
+        if not self._hurry.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ACK_DELAY_S):
+                    await self._hurry.wait()
 
     def _take_cancels(self) -> list[tuple[str, int, int | None]]:
         cancels, self._cancels = list(self._cancels), {}
