@@ -7,10 +7,9 @@ entry is written. Implements the seam's Generator; called by the front.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
 from millrace.common.v1 import admission_pb2, common_pb2
 from opentelemetry import trace
@@ -33,6 +32,7 @@ from services.gateway.tasks import Tasks
 RETRY_AFTER_S = 1.0
 STORE_PATIENCE_S = 3.0
 _ULID_CHARS = 26
+T = TypeVar("T")
 
 
 class Workers(Protocol):
@@ -151,8 +151,7 @@ class AdmissionGenerator:
         tenant = facts.key.tenant
         ask = reservation(facts.key, facts.entry, first_lease(facts.entry))
         try:
-            async with _patience():
-                refusal = await self._store.reserve(ask)
+            refusal = await _patient(self._store.reserve(ask))
             if refusal is not None:
                 raise refused(refusal)
         except (StoreUnavailable, asyncio.CancelledError):
@@ -161,10 +160,10 @@ class AdmissionGenerator:
         self._table.add(live)
         remaining_ms = int((limits.deadline - self._clock.monotonic()) * 1000)
         try:
-            async with _patience():
-                answer = await self._store.enqueue(
-                    facts.pool, facts.entry, self._caps_of(facts), remaining_ms=max(1, remaining_ms)
-                )
+            caps = self._caps_of(facts)
+            answer = await _patient(
+                self._store.enqueue(facts.pool, facts.entry, caps, remaining_ms=max(1, remaining_ms))
+            )
         except BaseException as error:
             # It may stand in the queue: end it the way of every admitted request, behind the caller's back.
             self._tasks.spawn(self._undo(live, error), name="undo-admission")
@@ -204,12 +203,11 @@ class AdmissionGenerator:
         )
 
 
-@contextlib.asynccontextmanager
-async def _patience() -> AsyncIterator[None]:
+async def _patient(asked: Awaitable[T]) -> T:
     """A Redis that hangs is away."""
     try:
         async with asyncio.timeout(STORE_PATIENCE_S):
-            yield
+            return await asked
     except TimeoutError as error:
         raise StoreUnavailable("The admission store does not answer.", retry_after_s=RETRY_AFTER_S) from error
 

@@ -173,7 +173,9 @@ class ChoiceText:
         end = self._sent_chars + len(self._held)
         text, self._held = self._held, ""
         # A token of the stop string has no text; its offset is where the text ends.
-        tokens = tuple(dataclasses.replace(w.token, start=min(w.token.start, end)) for w in self._waiting)
+        tokens = tuple(
+            w.token if w.token.start <= end else dataclasses.replace(w.token, start=end) for w in self._waiting
+        )
         return self._delta(text, tokens, event, reason)
 
     def _emit(self, length: int, event: TokenEvent) -> TextDelta | None:
