@@ -6,6 +6,7 @@ A test holds the list of operations against the routes of the application.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -90,6 +91,7 @@ OPERATIONS = (
 )
 
 
+@functools.cache
 def document() -> bytes:
     """The OpenAPI 3.1 description as JSON."""
     types = {kind for each in OPERATIONS for kind in (each.body, each.answer) if kind is not None}
