@@ -215,6 +215,7 @@ async def test_a_short_break_is_no_loss_and_the_next_hello_continues(rig: Rig) -
 
 async def test_an_ack_that_a_break_swallowed_is_sent_again(rig: Rig) -> None:
     await rig.attached()
+    await until(lambda: bool(rig.worker.hellos))
     rig.listener.held = [pb.Continue(request_id="r", epoch=1, next_indices=[0])]
 
     rig.worker.outgoing.put_nowait(None)
