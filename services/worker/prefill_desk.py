@@ -124,10 +124,7 @@ class PrefillDesk:
             return
         attributes = {"millrace.request_id": first.start.request_id, "millrace.tenant": first.start.tenant}
         with tracer().start_as_current_span("worker.peer_prefill", attributes=attributes, record_exception=False):
-            try:
-                await self._run(session, requests, write)
-            finally:
-                self._close(session)
+            await self._run(session, requests, write)
 
     def on_report(self, report: LoopReport) -> None:
         """Give each session what the engine did for it."""
@@ -254,6 +251,7 @@ class PrefillDesk:
                 crash_point("prefill.after_accept")
                 last = await self._push(session, sender, write_in_turn)
                 await sender.close()
+                crash_point("prefill.before_last")
                 await write_in_turn(last)
                 session.is_told = True
                 self._close(session)
@@ -266,6 +264,8 @@ class PrefillDesk:
             structlog.get_logger().warning("prefill_lease_over", request_id=session.start.request_id)
             raise DeadlineExceeded("The asker's lease ran out.") from None
         finally:
+            # Blocks are free at once: what is still being sent are copies.
+            self._close(session)
             await end_tasks(tasks)
             if sender is not None:
                 await sender.close()

@@ -225,6 +225,7 @@ class RemotePrefills:
         renewing: asyncio.Task[None] | None = None
         try:
             await call.write(pb.PrefillRequest(start=self._start_message(fetch, asked.request)))
+            crash_point("decode.after_ask")
             renewing = asyncio.create_task(self._renew(fetch, call))
             while not fetch.is_settled:
                 await self._take(fetch, await self._read(fetch, call))

@@ -1,14 +1,22 @@
-"""Prefill and decode processes killed or frozen at each phase of a transfer (gRPC): right tokens, nothing left held."""
+"""Prefill worker, decode worker or their link struck at each phase of a transfer: right tokens, nothing left held.
+
+A worker stops itself once it comes to the phase; then the fault strikes, and whoever is not struck goes on. Blocks are
+as large as a real model's; the echo model verifies each byte that it reads. `STRUCK_TURNS` are the turns of each case.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import random
 import re
 import signal
-import subprocess
-from collections.abc import Iterator
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,109 +24,165 @@ import pytest
 from millrace.common.v1 import admission_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
+from services.worker.runtime.transfers.nixl import nixl_module
 from tests.helpers.redis import RedisProcess, free_port
-from tests.helpers.struck_worker import MODULE
+from tests.helpers.struck_worker import Nursery, is_alive
+from tests.helpers.tcp_proxy import TcpProxy, tcp_proxy
 from tests.helpers.waiting import WAIT_S
-from tests.helpers.worker import GatewayClient, echo_tokens, entry, submit_request
-from tests.helpers.worker_processes import WorkerProcesses
+from tests.helpers.worker import GatewayClient, echo_tokens, entry, poll, submit_request
 
-POINTS = ("prefill.after_accept", "prefill.after_batch", "decode.after_landed")
-FAULTS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
-TURNS = 20
-START_S = 60.0
+TURNS = int(os.environ.get("STRUCK_TURNS", "2"))
+SEED = int(os.environ.get("NEMESIS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
+LEASE_S = 0.5
+NEEDS_NIXL = pytest.mark.skipif(nixl_module() is None, reason="the extra `transfer` is not installed")
+# In the order of a transfer: asked, accepted, bytes under way, a batch told, a batch taken, all sent but not said so.
+PHASES = (
+    "decode.after_ask",
+    "prefill.after_accept",
+    "transfer.midway",
+    "prefill.after_batch",
+    "decode.after_landed",
+    "prefill.before_last",
+)
+STRUCK = ("prefill", "decode", "link")
+FAULTS = {"prefill": ("kill", "freeze"), "decode": ("kill", "freeze"), "link": ("cut", "silence")}
+TOKENS = 12
 
 
 @dataclasses.dataclass
-class Process:
-    """A worker process and where its metrics are."""
+class Worker:
+    """A process of a role. `slots` are those of its staging area, once known."""
 
-    process: subprocess.Popen[bytes]
+    pid: int
     address: str
     metrics_url: str
+    file: Path
+    slots: int = 0
 
-    async def started(self) -> Process:
-        """Wait until it serves."""
-        async with asyncio.timeout(START_S):
-            while not self._is_there():
-                assert self.process.poll() is None
-                await asyncio.sleep(0.02)
-        return self
+    async def arm(self, point: str) -> None:
+        """It will stop at this point, once."""
+        self.file.write_text(point)
+        os.kill(self.pid, signal.SIGUSR1)
+        await poll(lambda: not self.file.exists())
 
-    async def struck(self, fault: str) -> None:
-        """Wait until the signal has done its work."""
+    async def stopped(self) -> None:
+        """It has come to the point."""
+        await poll(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+
+    async def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        await poll(lambda: not is_alive(self.pid))
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+@dataclasses.dataclass
+class Rig:
+    """Two workers of each role, kept from turn to turn; one that was killed is started again. `free_s`: how long a peer
+    that was left held blocks, from the strike on."""
+
+    nursery: Nursery
+    folder: Path
+    redis_url: str
+    transport: str
+    client: httpx.AsyncClient
+    workers: dict[str, Worker] = dataclasses.field(default_factory=dict)
+    free_s: list[float] = dataclasses.field(default_factory=list)
+    fallbacks: Counter[str] = dataclasses.field(default_factory=Counter)
+    count: int = 0
+
+    async def get(self, name: str) -> Worker:
+        """`prefill`, `decode`, or another of them, `prefill2`, `decode2`; it serves."""
+        worker = self.workers.get(name)
+        if worker is None or not is_alive(worker.pid):
+            worker = self.workers[name] = self._start(name)
+            async with asyncio.timeout(WAIT_S):
+                while not await self._is_ready(worker):
+                    await asyncio.sleep(0.02)
+        return worker
+
+    async def free(self, *workers: Worker) -> None:
+        """Wait until they hold no block and no staging slot; their staging areas are whole all the while."""
         async with asyncio.timeout(WAIT_S):
-            while not (self.process.poll() is not None if fault == "kill" else self._state() == "T"):
-                await asyncio.sleep(0.01)
+            for worker in workers:
+                while await self._held(worker):
+                    await asyncio.sleep(0.02)
 
-    def _is_there(self) -> bool:
-        return Path(self.address.removeprefix("unix:")).exists()
+    async def note_fallbacks(self, worker: Worker) -> None:
+        """Count what it computed itself though it had asked a peer."""
+        text = (await self.client.get(worker.metrics_url + "/metrics")).text
+        for cause, count in re.findall(r'^millrace_prefill_fallbacks_total\{.*cause="(\w+)".*\} (\S+)$', text, re.M):
+            self.fallbacks[cause] += round(float(count))
 
-    def _state(self) -> str:
-        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    async def _held(self, worker: Worker) -> int:
+        text = (await self.client.get(worker.metrics_url + "/metrics")).text
+        blocks = [float(each) for each in re.findall(r"^millrace_kv_blocks_used\{.*\} (\S+)$", text, re.M)]
+        slots = re.findall(r'^millrace_kv_staging_slots\{.*state="(\w+)".*\} (\S+)$', text, re.M)
+        by_state = {state: round(float(count)) for state, count in slots}
+        worker.slots = worker.slots or sum(by_state.values())
+        assert len(blocks) == 1
+        assert sum(by_state.values()) == worker.slots > 0
+        return round(sum(blocks)) + by_state["leased"] + by_state["quarantined"]
 
-    async def free(self) -> None:
-        """Wait until it holds no block and no staging slot."""
-        async with asyncio.timeout(WAIT_S), httpx.AsyncClient() as client:
-            while True:
-                text = (await client.get(self.metrics_url)).text
-                held = re.findall(r"^millrace_kv_blocks_used\{.*\} (\S+)$", text, re.M)
-                held += re.findall(
-                    r'^millrace_kv_staging_slots\{.*state="(?:leased|quarantined)".*\} (\S+)$', text, re.M
-                )
-                assert len(held) == 3
-                if not any(map(float, held)):
-                    return
-                await asyncio.sleep(0.02)
+    async def _is_ready(self, worker: Worker) -> bool:
+        assert is_alive(worker.pid), worker.file.with_name(worker.file.name + ".log").read_text()
+        with contextlib.suppress(httpx.TransportError):
+            return (await self.client.get(worker.metrics_url + "/readyz")).is_success
+        return False
+
+    def _start(self, name: str) -> Worker:
+        self.count += 1
+        port, metrics_port = free_port(), free_port()
+        file = self.folder / f"{name}-{self.count}"
+        knobs = {
+            "role": name.rstrip("2"),
+            "max_prefill_chunk": 32,
+            "max_model_len": 512,
+            "num_blocks": 512,
+            "kv_lease_ms": round(LEASE_S * 1_000),
+            "kv_staging_bytes": 16 << 20,
+            "kv_transfer": self.transport,
+        }
+        environment = {
+            "MILLRACE_MODEL": "echo",
+            "MILLRACE_ECHO_STEP_MS": "3",
+            "MILLRACE_REDIS_URL": self.redis_url,
+            "MILLRACE_GRPC_LISTEN": f"127.0.0.1:{port}",
+            "MILLRACE_METRICS_LISTEN": f"127.0.0.1:{metrics_port}",
+            "MILLRACE_ENGINE": ",".join(f"{key}={value}" for key, value in knobs.items()),
+            "STRIKE": str(file),
+        }
+        pid = self.nursery.start(environment)
+        return Worker(pid, f"127.0.0.1:{port}", f"http://127.0.0.1:{metrics_port}", file)
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """The request that is in hand when the fault strikes, and one after it."""
+    """One strike. `work` is in hand when it comes, `next` comes after it."""
 
+    phase: str
+    struck: str
+    fault: str
     work: admission_pb2.AdmissionEntry
     next: admission_pb2.AdmissionEntry
 
 
-def make_turn(number: int, rng: random.Random) -> Turn:
+def make_turn(phase: str, struck: str, fault: str, rng: random.Random) -> Turn:
     prompt = rng.sample(range(100, 30_000), rng.randint(64, 400))
-    return Turn(
-        *(entry(f"{name}-{number}", prompt=p, max_tokens=12) for name, p in (("a", prompt), ("b", prompt[::-1])))
-    )
-
-
-class Peers:
-    """Starts processes of both roles."""
-
-    def __init__(self, workers: WorkerProcesses, folder: Path) -> None:
-        self._workers = workers
-        self._folder = folder
-        self._count = 0
-        self._kept: dict[tuple[str, str], Process] = {}
-
-    async def get(self, role: str, strike: str = "") -> Process:
-        """One that serves, to be struck once; the same as before where it lives. `strike` as in `struck_worker`."""
-        found = self._kept.get((role, strike))
-        if found is None or found.process.poll() is not None:
-            found = self._kept[role, strike] = self._start(role, strike)
-            await found.started()
-        elif strike:
-            found.process.send_signal(signal.SIGUSR1)
-        return found
-
-    def _start(self, role: str, strike: str) -> Process:
-        self._count += 1
-        name, port = f"{role}{self._count}", free_port()
-        engine = f"role={role},max_prefill_chunk=32,max_model_len=512,num_blocks=512,kv_lease_ms=500,kv_transfer=grpc"
-        env = {"MILLRACE_METRICS_LISTEN": f"127.0.0.1:{port}", "STRIKE": strike}
-        process = self._workers.start(name, engine=engine, env=env)
-        return Process(process, f"unix:{self._folder}/{name}", f"http://127.0.0.1:{port}/metrics")
+    number = f"{rng.randrange(1 << 48):012x}"
+    works = [entry(f"{name}-{number}", prompt=p, max_tokens=TOKENS) for name, p in (("a", prompt), ("b", prompt[::-1]))]
+    return Turn(phase, struck, fault, *works)
 
 
 async def submit(
-    gateway: GatewayClient, work: admission_pb2.AdmissionEntry, peer: Process, *, epoch: int = 256
+    gateway: GatewayClient, work: admission_pb2.AdmissionEntry, peer_address: str, *, epoch: int = 256
 ) -> None:
     message = submit_request(work, epoch=epoch)
-    message.prefill_peer.CopyFrom(pb.PrefillPeer(worker_instance="peer", address=peer.address))
+    message.prefill_peer.CopyFrom(pb.PrefillPeer(worker_instance="peer", address=peer_address))
     response = await gateway.stub.Submit(message, timeout=WAIT_S, wait_for_ready=True)
     while response.refusal == pb.SUBMIT_REFUSAL_GATEWAY_NOT_ATTACHED:
         response = await gateway.stub.Submit(message, timeout=WAIT_S)
@@ -129,75 +193,132 @@ async def answered(gateway: GatewayClient, work: admission_pb2.AdmissionEntry) -
     await gateway.finished(work.request_id)
     held = gateway.of(work.request_id)
     assert (held.failed, held.problems) == (None, [])
-    assert held.tokens[0] == echo_tokens(work.request_id, 0, 12)
+    assert held.tokens[0] == echo_tokens(work.request_id, 0, TOKENS)
 
 
-@pytest.fixture
-def workers(redis_server: RedisProcess, tmp_path: Path) -> Iterator[WorkerProcesses]:
-    made = WorkerProcesses(redis_server.url, tmp_path, module=MODULE, step_ms=3)
+async def strike(rig: Rig, link: TcpProxy, turn: Turn) -> None:
+    """Whoever came to the phase is stopped: strike, and let all go on that are not struck."""
+    owner = await rig.get("decode" if turn.phase.startswith("decode") else "prefill")
+    await owner.stopped()
+    if turn.struck == "link":
+        link.strike(turn.fault)
+        owner.go_on()
+        return
+    victim = await rig.get(turn.struck)
+    if turn.fault == "kill":
+        await victim.kill()
+    else:
+        victim.stop()
+    if owner is not victim:
+        owner.go_on()
+
+
+async def prefill_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn) -> None:
+    """The decoding worker answers, and its slots and blocks pass to a request of another peer while the struck one
+    comes to itself: what that still has to write changes nothing.
+    """
+    peer, decode, other = rig.workers["prefill"], rig.workers["decode"], await rig.get("prefill2")
+
+    await answered(gateway, turn.work)
+    await submit(gateway, turn.next, other.address)
+    began = time.monotonic()
+    if turn.fault == "freeze":
+        peer.go_on()
+        await rig.free(peer)
+        rig.free_s.append(time.monotonic() - began)
+    await answered(gateway, turn.next)
+    await rig.free(decode, other)
+
+
+async def decode_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn, link: TcpProxy) -> None:
+    """Its peer lets go; another worker answers with a newer epoch, by the same peer; one that wakes up answers too."""
+    peer, victim, other = rig.workers["prefill"], rig.workers["decode"], await rig.get("decode2")
+    began = time.monotonic()
+
+    await rig.free(peer)
+    rig.free_s.append(time.monotonic() - began)
+    second = await GatewayClient(other.address).attach()
+    await submit(second, turn.work, peer.address, epoch=512)
+    await answered(second, turn.work)
+    await rig.free(peer, other)
+    if turn.fault == "freeze":
+        victim.go_on()
+        await answered(gateway, turn.work)
+        await rig.free(victim, peer)
+    await second.close()
+
+
+async def link_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn, link: TcpProxy) -> None:
+    """The decoding worker answers, its peer lets go, and the next prompt comes over a whole link."""
+    peer, decode = rig.workers["prefill"], rig.workers["decode"]
+    began = time.monotonic()
+
+    await rig.free(peer)
+    rig.free_s.append(time.monotonic() - began)
+    await answered(gateway, turn.work)
+    link.heal()
+    await submit(gateway, turn.next, peer.address)
+    await answered(gateway, turn.next)
+    await rig.free(peer, decode)
+
+
+async def play(rig: Rig, turn: Turn) -> None:
+    peer, decode = await rig.get("prefill"), await rig.get("decode")
+    owner = decode if turn.phase.startswith("decode") else peer
+    await owner.arm(turn.phase)
+    gateway = await GatewayClient(decode.address).attach()
+    async with tcp_proxy(peer.address) as link:
+        await submit(gateway, turn.work, link.address)
+        await strike(rig, link, turn)
+        if turn.struck == "prefill":
+            await prefill_is_struck(rig, gateway, turn)
+        elif turn.struck == "decode":
+            await decode_is_struck(rig, gateway, turn, link)
+        else:
+            await link_is_struck(rig, gateway, turn, link)
+    await gateway.close()
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
     yield made
     made.stop()
 
 
-async def strike_prefill(peers: Peers, decode: Process, strike: tuple[str, str], turn: Turn) -> None:
-    """The peer is struck: the decoding worker answers all the same, and whoever lives holds nothing."""
-    point, fault = strike
-    peer = await peers.get("prefill", f"{point}:{int(FAULTS[fault])}")
-    gateway = await GatewayClient(decode.address).attach()
-
-    await submit(gateway, turn.work, peer)
-    await peer.struck(fault)
-    await answered(gateway, turn.work)
-
-    await decode.free()
-    if fault == "freeze":
-        peer.process.send_signal(signal.SIGCONT)
-        await peer.free()
-        await submit(gateway, turn.next, peer)
-        await answered(gateway, turn.next)
-        await peer.free()
-        await decode.free()
-    await gateway.close()
-
-
-async def strike_decode(peers: Peers, other: Process, strike: tuple[str, str], turn: Turn) -> None:
-    """The decoding worker is struck: its peer lets go, another answers with a newer epoch, and whoever lives holds
-    nothing.
-    """
-    point, fault = strike
-    peer, victim = await peers.get("prefill"), await peers.get("decode", f"{point}:{int(FAULTS[fault])}")
-    first, second = await GatewayClient(victim.address).attach(), await GatewayClient(other.address).attach()
-
-    await submit(first, turn.work, peer)
-    await victim.struck(fault)
-    await peer.free()
-    await submit(second, turn.work, peer, epoch=512)
-    await answered(second, turn.work)
-
-    await peer.free()
-    await other.free()
-    if fault == "freeze":
-        victim.process.send_signal(signal.SIGCONT)
-        await answered(first, turn.work)
-        await victim.free()
-        await peer.free()
-    await first.close()
-    await second.close()
+@pytest.fixture
+async def rig(
+    request: pytest.FixtureRequest, nursery: Nursery, redis_server: RedisProcess, tmp_path: Path
+) -> AsyncIterator[Rig]:
+    async with httpx.AsyncClient() as client:
+        made = Rig(nursery, tmp_path, redis_server.url, request.param, client)
+        yield made
+        for worker in made.workers.values():
+            if is_alive(worker.pid):
+                await worker.kill()
 
 
 @pytest.mark.fault
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("point", POINTS)
-async def test_a_process_struck_in_a_transfer_costs_no_token_and_no_block(
-    workers: WorkerProcesses, tmp_path: Path, point: str, fault: str
-) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    peers = Peers(workers, tmp_path)
-    survivor = await peers.get("decode")
+@pytest.mark.timeout(60 + 150 * TURNS)
+@pytest.mark.parametrize("struck", STRUCK)
+@pytest.mark.parametrize("rig", ["grpc", pytest.param("nixl", marks=NEEDS_NIXL)], indirect=True)
+async def test_a_strike_at_any_phase_of_a_transfer_costs_no_token_and_no_block(rig: Rig, struck: str) -> None:
+    print(f"seed {SEED}, {rig.transport}, {struck}")
+    rng = random.Random(f"{SEED} {rig.transport} {struck}")
 
     for number in range(TURNS):
-        strike = strike_prefill if point.startswith("prefill") else strike_decode
-        await strike(peers, survivor, (point, fault), make_turn(number, rng))
+        for phase in PHASES:
+            for fault in FAULTS[struck]:
+                began = time.monotonic()
+                await play(rig, make_turn(phase, struck, fault, rng))
+                print(f"turn {number}: {phase}, {fault} of {struck}: {time.monotonic() - began:.2f} s", flush=True)
+    for name in ("decode", "decode2"):
+        if name in rig.workers and is_alive(rig.workers[name].pid):
+            await rig.note_fallbacks(rig.workers[name])
+
+    print(f"computed here though a peer was asked, by cause: {dict(rig.fallbacks)}")
+    if rig.free_s:
+        print(
+            f"blocks held after the strike: median {statistics.median(rig.free_s):.2f}, at most {max(rig.free_s):.2f}"
+        )
+        assert statistics.median(rig.free_s) <= LEASE_S + 1.0

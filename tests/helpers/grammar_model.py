@@ -70,6 +70,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_str(tiny_tensors()[0].tokenizer.json.decode())
 
 
+@functools.cache
 def closing_bias(strength: float) -> tuple[tuple[int, float], ...]:
     """For tokens that close what is open in JSON: a random model would hardly ever choose one."""
     vocabulary = tokenizer().get_vocab()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
@@ -79,17 +79,28 @@ def taken(gateway: GatewayClient, requests: Sequence[admission_pb2.AdmissionEntr
     return {work.request_id: gateway.of(work.request_id).tokens for work in requests}
 
 
+async def in_waves(
+    gateway: GatewayClient,
+    requests: Sequence[admission_pb2.AdmissionEntry],
+    submit: Callable[[admission_pb2.AdmissionEntry], Awaitable[object]],
+) -> None:
+    """Submit `WAVE` at a time, each wave once the one before it has been answered, and tell how far it is."""
+    for first in range(0, len(requests), WAVE):
+        wave = requests[first : first + WAVE]
+        for work in wave:
+            await submit(work)
+        await gateway.finished(*(work.request_id for work in wave))
+        if (first // WAVE + 1) % 10 == 0:
+            print(f"{first + len(wave)} of {len(requests)} answered", flush=True)
+
+
 async def aggregated(requests: Sequence[admission_pb2.AdmissionEntry]) -> Answers:
     """What one worker says, with no peer and prompts in larger chunks."""
     config = echo_config(**ROOM)
     async with running_worker(config=config, model=computed_model(config)) as rig:
         gateway = await rig.gateway()
         await poll(lambda: rig.app.parts.table.is_attached("gateway-1"))
-        for first in range(0, len(requests), WAVE):
-            wave = requests[first : first + WAVE]
-            for work in wave:
-                assert (await gateway.submit(work)).accepted
-            await gateway.finished(*(work.request_id for work in wave))
+        await in_waves(gateway, requests, gateway.submit)
         await gateway.close()
     return taken(gateway, requests)
 
@@ -101,11 +112,7 @@ async def disaggregated(requests: Sequence[admission_pb2.AdmissionEntry], transp
     )
     async with pair_of_workers(prefill=prefill, decode=decode, model=computed_model) as pair:
         canary = pair.decode_stats().prefill_token_total
-        for first in range(0, len(requests), WAVE):
-            wave = requests[first : first + WAVE]
-            for work in wave:
-                await pair.submit(work)
-            await pair.gateway.finished(*(work.request_id for work in wave))
+        await in_waves(pair.gateway, requests, pair.submit)
         await pair.assert_nothing_is_held()
         assert fallbacks(pair.decode) == {}
         # Of each prompt at most the last block and what a cached prefix leaves of one is computed here.

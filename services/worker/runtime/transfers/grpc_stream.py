@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from millrace.worker.v1 import worker_service_pb2 as pb
 
+from services.common.lifecycle import crash_point
 from services.worker.engine.kv_blocks import KVBlock
 from services.worker.kv_transport import BlockSender, Write
 
@@ -49,6 +50,7 @@ class _StreamSender:
             for offset in range(0, len(block.payload), PART_BYTES):
                 data = block.payload[offset : offset + PART_BYTES]
                 await self._write(pb.PrefillResponse(part=pb.KVPart(slot=slot, offset=offset, data=data)))
+                crash_point("transfer.midway")
 
     async def close(self) -> None:
         """Nothing is under way between two writes."""

@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 from millrace.worker.v1 import worker_service_pb2 as pb
 
+from services.common.lifecycle import crash_point
 from services.worker.engine.kv_blocks import KVBlock
 from services.worker.kv_staging import StagingArea
 from services.worker.kv_transport import BlockSender, TransferError, Write
@@ -23,6 +24,9 @@ from services.worker.kv_transport import BlockSender, TransferError, Write
 CLOSE_S = 5.0
 MAX_REMOTES = 64
 _POLL_S = 0.001
+# How long the agent's own thread sleeps when nothing is to be done; what comes wakes it. NIXL's own default is not at
+# all, which takes a core for good.
+_SLEEP_US = 10_000
 _ENVIRONMENT = {"UCX_TLS": "^cma,xpmem,knem", "UCX_WARN_UNUSED_ENV_VARS": "n", "NIXL_LOG_LEVEL": "WARN"}
 
 
@@ -34,7 +38,24 @@ def nixl_module() -> Any | None:
         import nixl._api as api
     except ImportError:
         return None
+    if not isinstance(api.nixlBind, _Bindings):
+        api.nixlBind = _Bindings(api.nixlBind)
     return api
+
+
+class _Bindings:
+    """NIXL's bindings, but that an agent's thread sleeps: `nixl_agent` leaves no way to say so."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+    def nixlAgent(self, name: str, config: Any) -> Any:
+        """An agent that has this config but for the sleep of its thread."""
+        config.pthrDelay = _SLEEP_US
+        return self._bindings.nixlAgent(name, config)
 
 
 class NixlTransfer:
@@ -184,6 +205,7 @@ class _NixlSender:
             except Exception as error:
                 self._transfer.forget(self._target.agent)
                 raise TransferError(f"a write failed ({type(error).__name__})") from error
+            crash_point("transfer.midway")
             await self._written(self._handle)
             handle, self._handle = self._handle, None
             self._transfer.release(handle, ())
