@@ -41,7 +41,8 @@ class Readmit:
     """Queue the request again, ahead of others. Exactly the choices of `prefix` run; empty means all, from the start.
 
     `again` true: the store lost the same attempt, nothing ran. `lost` are the workers that died with the request in
-    hand: the store says whether it is what they died of. `cause` is a reason of the error table.
+    hand: the store says whether it is what they died of. `cause` is a reason of the error table. `holder` is a worker
+    that left in order, which may still have the keys and values; empty for none.
     """
 
     attempt: int
@@ -49,6 +50,7 @@ class Readmit:
     again: bool = False
     lost: tuple[str, ...] = ()
     cause: str = dataclasses.field(default="", compare=False)
+    holder: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class RequestCore:
         self.binding: Binding | None = None
         self.attempt = 1
         self._lost: tuple[str, ...] = ()
+        self._holder = ""
         self._failures = 0
         self.error: MillraceError | None = None
         self.ended = False
@@ -315,11 +316,14 @@ class RequestCore:
         error = error_of(failed.reason, failed.detail or "The worker failed.")
         if not failed.retryable:
             return self.fail(error)
-        # A worker that leaves in order says nothing about the request.
-        self._failures -= failed.reason == Draining.row.reason
+        holder = ""
+        if self.binding is not None and failed.reason == Draining.row.reason:
+            # A worker that leaves in order says nothing about the request, and hands it over.
+            self._failures -= 1
+            holder = self.binding.instance if self.started else ""
         if self.binding is not None and failed.reason == EngineError.row.reason:
             self._lose(self.binding.instance)
-        return self._run_elsewhere(error, now)
+        return self._run_elsewhere(error, now, holder=holder)
 
     def _lose(self, instance: str) -> None:
         """A worker died with the request in hand: no failure of an attempt, but the store may find it poison."""
@@ -327,8 +331,9 @@ class RequestCore:
             self._lost += (instance,)
             self._failures -= 1
 
-    def _run_elsewhere(self, error: MillraceError, now: float) -> list[Action]:
+    def _run_elsewhere(self, error: MillraceError, now: float, *, holder: str = "") -> list[Action]:
         bound, self.binding = self.binding, None
+        self._holder = holder
         if bound is not None:
             self._floor = max(self._floor, bound.epoch + 1)
         for choice in self.choices:
@@ -361,7 +366,7 @@ class RequestCore:
 
     def readmission(self, cause: str, *, again: bool = False) -> Readmit:
         """What queues this attempt, from what was received on."""
-        return Readmit(self.attempt, self._prefix(), again, self._lost, cause)
+        return Readmit(self.attempt, self._prefix(), again, self._lost, cause, self._holder)
 
     def _prefix(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         open_choices = [c for c in self.choices if c.finish is None and not c.stopped]

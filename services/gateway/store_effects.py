@@ -120,6 +120,7 @@ class StoreEffects:
         entry.CopyFrom(request.facts.entry)
         entry.attempt = action.attempt
         entry.lost_workers.extend(action.lost)
+        entry.kv_holder = action.holder
         for choice, token_ids in action.prefix:
             entry.prefix.add(choice=choice, token_ids=token_ids)
         while not self._over(request, action.attempt):

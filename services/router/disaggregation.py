@@ -1,4 +1,5 @@
-"""Who computes a prompt: the worker that decodes it, or one of role PREFILL that pushes the blocks to it.
+"""Who computes a prompt: the worker that decodes it, or one of role PREFILL that pushes the blocks to it. What a worker
+that leaves has computed of a request, it pushes to the one that takes over.
 
 Pure: compares what both would take, from views, the prefix index and the rates that workers measured. What is not
 worth a transfer, and what no peer can take, the decoding worker computes. Called by the claim loop at each placing.
@@ -24,8 +25,9 @@ ASSUMED_TOKENS_PER_S: Final = 1_000.0
 
 
 class Reason(enum.Enum):
-    """Why a prompt is computed where it is: at a peer (two reasons), or here."""
+    """Why a prompt is computed where it is: at a peer (three reasons), or here."""
 
+    HANDED_OVER = "handed_over"
     PEER_IS_SOONER = "peer_is_sooner"
     SPARES_RUNNING = "spares_running"
     WHOLE_PROMPT = "whole_prompt"
@@ -58,6 +60,10 @@ class Disaggregation:
             return Placing(Reason.WHOLE_PROMPT)
         if needs.suspect:
             return Placing(Reason.SUSPECT)
+        if needs.kv_holder:
+            holders = [e for e in roster.endpoints if e.instance == needs.kv_holder and e is not decoder]
+            if holders and _is_alike(needs, holders[0], view):
+                return Placing(Reason.HANDED_OVER, holders[0])
         uncached = self._uncached(needs, decoder, view.block_size, now)
         if uncached < MIN_UNCACHED_TOKENS:
             return Placing(Reason.FEW_TOKENS)
@@ -93,11 +99,15 @@ class Disaggregation:
 
 def _can_serve(needs: Needs, peer: Endpoint, decoder: View, now: float) -> bool:
     """A healthy PREFILL worker of that version whose blocks are of the decoder's shape."""
+    return is_routable(peer, now) and _is_alike(needs, peer, decoder)
+
+
+def _is_alike(needs: Needs, peer: Endpoint, decoder: View) -> bool:
+    """It serves that version and adapter, and its blocks are of the decoder's shape."""
     view = peer.view
-    if view is None or not is_routable(peer, now):
+    if view is None or (view.block_size, view.kv_token_byte_count) != (decoder.block_size, decoder.kv_token_byte_count):
         return False
-    same_shape = (view.block_size, view.kv_token_byte_count) == (decoder.block_size, decoder.kv_token_byte_count)
-    return same_shape and serves_version(needs, view) and has_adapter(needs, view)
+    return serves_version(needs, view) and has_adapter(needs, view)
 
 
 def _queued_tokens(decoder: Endpoint, view: View) -> int:

@@ -36,6 +36,8 @@ class Needs:
     suspect: bool = False
     # Each token of the prompt is wanted (its embedding or logprobs), so that no cached block helps.
     whole_prompt: bool = False
+    # Worker that hands it over with what it has computed; empty for none.
+    kv_holder: str = ""
 
     @classmethod
     def of(cls, entry: admission_pb2.AdmissionEntry) -> Needs:
@@ -52,6 +54,7 @@ class Needs:
             block_hashes=tuple(entry.block_hashes),
             suspect=len(entry.lost_workers) >= SUSPECT_DEATHS,
             whole_prompt=entry.sampling.embed or entry.sampling.HasField("prompt_logprob_count"),
+            kv_holder=entry.kv_holder,
         )
 
     def block_count(self, block_size: int) -> int:

@@ -1,7 +1,8 @@
 """The prefilling side of disaggregation: computes prompts for peers and pushes their blocks while it goes on.
 
 Owns one session per (request, epoch), bound to its Prefill call. A session ends with its call, with the asker's lease,
-or when its blocks have landed, whichever comes first; then the engine lets go of everything. Runs on the event loop.
+or when its blocks have landed, whichever comes first; then the engine lets go of everything. A worker that leaves also
+serves who takes its requests over: their blocks are still in its cache. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import numpy as np
 import structlog
@@ -101,6 +102,8 @@ class PrefillDesk:
         self._metrics = metrics
         self._clock = clock
         self._sessions: dict[str, _Session] = {}
+        # Requests that this worker gave up and may still be asked for.
+        self._offered: set[str] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self.on_open: Callable[[pb.PrefillStart], None] = lambda start: None
@@ -150,13 +153,20 @@ class PrefillDesk:
             for session in self._sessions.values():
                 session.end(pb.PREFILL_REFUSAL_FAILED, "The engine of this worker failed.")
 
+    def offer(self, request_ids: Iterable[str]) -> None:
+        """The worker leaves and gives these requests up: who takes one over may have its blocks, once."""
+        self._offered.update(request_ids)
+        self._note_empty()
+
     async def wait_ended(self, grace_s: float) -> bool:
-        """Wait until no session is left, at most `grace_s`; False when some are."""
+        """Wait until no session is left and no offer is open, at most `grace_s`; False when some are."""
         await wait_for(self._empty, self._clock, grace_s)
         return self._empty.is_set()
 
     def fail_all(self) -> None:
-        """End every session: the worker is leaving."""
+        """End every session and offer: the worker is leaving."""
+        self._offered.clear()
+        self._note_empty()
         for session in self._sessions.values():
             session.end(pb.PREFILL_REFUSAL_DRAINING, "The worker is leaving.")
 
@@ -178,7 +188,7 @@ class PrefillDesk:
             older.end(pb.PREFILL_REFUSAL_STALE_EPOCH, "A newer attempt took over.")
         self._sessions[start.request_id] = session
         self._board.prefill_count = len(self._sessions)
-        self._empty.clear()
+        self._note_empty()
         self.on_open(start)
         self._engine.submit(request)
         self._grant(session, start.slots, first=start.held_block_count)
@@ -187,15 +197,16 @@ class PrefillDesk:
 
     def _check(self, start: pb.PrefillStart) -> None:
         board, identity = self._board, self._identity
-        if identity.role is not WorkerRole.PREFILL:
+        is_offered = start.request_id in self._offered
+        if identity.role is not WorkerRole.PREFILL and not is_offered:
             raise _Refused(pb.PREFILL_REFUSAL_WRONG_ROLE, "The worker is not of role prefill.")
-        if board.draining:
+        if board.draining and not is_offered:
             raise _Refused(pb.PREFILL_REFUSAL_DRAINING, "The worker is draining.")
         if start.model != identity.model:
             raise _Refused(pb.PREFILL_REFUSAL_WRONG_VERSION, "The worker serves another model, version or manifest.")
         if start.layout != self._layout:
             raise _Refused(pb.PREFILL_REFUSAL_WRONG_LAYOUT, f"The layouts differ: blocks here are {self._layout}.")
-        if not board.ready or board.free_slots() < 1:
+        if not is_offered and (not board.ready or board.free_slots() < 1):
             raise _Refused(pb.PREFILL_REFUSAL_NO_ROOM, "The batch is full.")
         if start.HasField("remaining") and wire.seconds_of(start.remaining) <= 0:
             raise _Refused(pb.PREFILL_REFUSAL_EXPIRED, "The deadline is over.")
@@ -328,7 +339,13 @@ class PrefillDesk:
         self._engine.abort([Abort(request_id, epoch)])
         self._engine.move(ExportEnd(session.name))
         self._board.touch()
-        if not self._sessions:
+        self._offered.discard(request_id)
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        if self._sessions or self._offered:
+            self._empty.clear()
+        else:
             self._empty.set()
 
 

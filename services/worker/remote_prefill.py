@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import grpc
 import numpy as np
@@ -39,6 +41,7 @@ FENCE_POLL_S, FENCE_RETRY_S = 0.02, 1.0
 # before anything was measured, this long. At most the share of the time to the deadline.
 PATIENCE_FACTOR, MIN_PATIENCE_S, FIRST_PATIENCE_S, DEADLINE_SHARE = 4.0, 5.0, 60.0, 0.5
 _RATE_WEIGHT = 0.25
+T = TypeVar("T")
 
 
 class _FallBack(Exception):
@@ -224,7 +227,8 @@ class RemotePrefills:
         fetch.is_settled = False
         renewing: asyncio.Task[None] | None = None
         try:
-            await call.write(pb.PrefillRequest(start=self._start_message(fetch, asked.request)))
+            # Over a link that carries nothing, the first write waits for as long as it may.
+            await self._within_lease(call.write(pb.PrefillRequest(start=self._start_message(fetch, asked.request))))
             crash_point("decode.after_ask")
             renewing = asyncio.create_task(self._renew(fetch, call))
             while not fetch.is_settled:
@@ -243,7 +247,7 @@ class RemotePrefills:
             return
         try:
             if fetch.transport == self._reception.transfer.name and self._reception.transfer.is_one_sided:
-                await fetch.call.done_writing()
+                await self._within_lease(fetch.call.done_writing())
                 while not fetch.is_settled:
                     message = await self._read(fetch, fetch.call)
                     fetch.is_settled = message.WhichOneof("message") in ("done", "refused")
@@ -263,15 +267,19 @@ class RemotePrefills:
         """
         if fetch.reading is None:
             fetch.reading = asyncio.create_task(_next(call))
-        try:
-            async with asyncio.timeout(self._reception.lease_s):
-                message = await asyncio.shield(fetch.reading)
-        except TimeoutError:
-            raise _FallBack("silent") from None
+        message = await self._within_lease(asyncio.shield(fetch.reading))
         fetch.reading = None
         if not isinstance(message, pb.PrefillResponse):
             raise _FallBack("peer_lost")
         return message
+
+    async def _within_lease(self, doing: Awaitable[T]) -> T:
+        """What it returns. Raises _FallBack when that takes longer than a lease."""
+        try:
+            async with asyncio.timeout(self._reception.lease_s):
+                return await doing
+        except TimeoutError:
+            raise _FallBack("silent") from None
 
     async def _take(self, fetch: PeerFetch, message: pb.PrefillResponse) -> None:
         """One answer of the peer. Raises _FallBack when no more blocks will come, ValueError for nonsense."""

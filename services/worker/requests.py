@@ -183,6 +183,10 @@ class RequestTable:
         """Attempts that have not ended."""
         return [stream.facts for stream in self._streams.values() if not stream.ended]
 
+    def begun(self) -> list[str]:
+        """Requests that have not ended and that the engine has begun to compute."""
+        return [name for name, stream in self._streams.items() if stream.started and not stream.ended]
+
     def attach(self, hello: worker_service_pb2.Hello) -> GatewayLink:
         """Open or re-open a gateway's link: what it holds is skipped, what it never saw is sent again."""
         link = self.links.setdefault(hello.gateway_instance, GatewayLink(hello.gateway_instance))

@@ -63,6 +63,8 @@ CALLERS = {
 }
 CANARY_TIMEOUT_S = 120.0
 LAST_FRAMES_S = 1.0
+# Of the grace of a drain, what is left for others to fetch the blocks of requests that did not end in time.
+HAND_OVER_SHARE, HAND_OVER_S = 0.25, 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,11 +220,13 @@ class WorkerApp:
         parts.board.touch()
         if self._server is not None:
             await self._server.set_serving(False)
-        if not await parts.hub.wait_ended(grace_s):
+        hand_over_s = min(HAND_OVER_S, HAND_OVER_SHARE * grace_s)
+        gives_up_at = parts.clock.monotonic() + grace_s
+        if not await parts.hub.wait_ended(grace_s - hand_over_s):
+            parts.peers.desk.offer(parts.table.begun())
             parts.hub.fail_all(Failure("DRAINING", "The worker is leaving.", retryable=True))
             await parts.hub.wait_ended(LAST_FRAMES_S)
-        # A worker has requests of gateways or prompts of peers, not both.
-        if not await parts.peers.desk.wait_ended(grace_s):
+        if not await parts.peers.desk.wait_ended(gives_up_at - parts.clock.monotonic()):
             parts.peers.desk.fail_all()
             await parts.peers.desk.wait_ended(LAST_FRAMES_S)
 

@@ -33,7 +33,9 @@ from tests.helpers.worker import GatewayClient, echo_tokens, entry, poll, submit
 
 TURNS = int(os.environ.get("STRUCK_TURNS", "2"))
 SEED = int(os.environ.get("NEMESIS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
-LEASE_S = 0.5
+LEASE_S = 1.0
+# A busy machine may give a peer up before it comes to the phase: then the turn is played again.
+TRIES = 5
 NEEDS_NIXL = pytest.mark.skipif(nixl_module() is None, reason="the extra `transfer` is not installed")
 # In the order of a transfer: asked, accepted, bytes under way, a batch told, a batch taken, all sent but not said so.
 PHASES = (
@@ -65,9 +67,9 @@ class Worker:
         os.kill(self.pid, signal.SIGUSR1)
         await poll(lambda: not self.file.exists())
 
-    async def stopped(self) -> None:
+    def is_stopped(self) -> bool:
         """It has come to the point."""
-        await poll(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     async def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -170,6 +172,11 @@ class Turn:
     work: admission_pb2.AdmissionEntry
     next: admission_pb2.AdmissionEntry
 
+    @property
+    def owner(self) -> str:
+        """Who comes to the phase."""
+        return "decode" if self.phase.startswith("decode") else "prefill"
+
 
 def make_turn(phase: str, struck: str, fault: str, rng: random.Random) -> Turn:
     prompt = rng.sample(range(100, 30_000), rng.randint(64, 400))
@@ -190,20 +197,28 @@ async def submit(
 
 
 async def answered(gateway: GatewayClient, work: admission_pb2.AdmissionEntry) -> None:
-    await gateway.finished(work.request_id)
+    """The right tokens have come, and were it over a second stream because the worker was frozen for long."""
+    await gateway.until(lambda: gateway.is_finished(work.request_id) or gateway.ended is not None)
+    if not gateway.is_finished(work.request_id):
+        await gateway.attach(continued=(work.request_id,))
+        await gateway.finished(work.request_id)
     held = gateway.of(work.request_id)
     assert (held.failed, held.problems) == (None, [])
     assert held.tokens[0] == echo_tokens(work.request_id, 0, TOKENS)
 
 
-async def strike(rig: Rig, link: TcpProxy, turn: Turn) -> None:
-    """Whoever came to the phase is stopped: strike, and let all go on that are not struck."""
-    owner = await rig.get("decode" if turn.phase.startswith("decode") else "prefill")
-    await owner.stopped()
+async def strike(rig: Rig, gateway: GatewayClient, link: TcpProxy, turn: Turn) -> bool:
+    """Whoever came to the phase is stopped: strike, and let all go on that are not struck. False: it was answered
+    before anybody came there.
+    """
+    owner = rig.workers[turn.owner]
+    await poll(lambda: owner.is_stopped() or gateway.is_finished(turn.work.request_id))
+    if not owner.is_stopped():
+        return False
     if turn.struck == "link":
         link.strike(turn.fault)
         owner.go_on()
-        return
+        return True
     victim = await rig.get(turn.struck)
     if turn.fault == "kill":
         await victim.kill()
@@ -211,6 +226,7 @@ async def strike(rig: Rig, link: TcpProxy, turn: Turn) -> None:
         victim.stop()
     if owner is not victim:
         owner.go_on()
+    return True
 
 
 async def prefill_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn) -> None:
@@ -230,7 +246,7 @@ async def prefill_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn) -> Non
     await rig.free(decode, other)
 
 
-async def decode_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn, link: TcpProxy) -> None:
+async def decode_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn) -> None:
     """Its peer lets go; another worker answers with a newer epoch, by the same peer; one that wakes up answers too."""
     peer, victim, other = rig.workers["prefill"], rig.workers["decode"], await rig.get("decode2")
     began = time.monotonic()
@@ -262,21 +278,24 @@ async def link_is_struck(rig: Rig, gateway: GatewayClient, turn: Turn, link: Tcp
     await rig.free(peer, decode)
 
 
-async def play(rig: Rig, turn: Turn) -> None:
+async def play(rig: Rig, turn: Turn) -> bool:
+    """One turn; False when nobody was struck."""
     peer, decode = await rig.get("prefill"), await rig.get("decode")
-    owner = decode if turn.phase.startswith("decode") else peer
-    await owner.arm(turn.phase)
+    await rig.workers[turn.owner].arm(turn.phase)
     gateway = await GatewayClient(decode.address).attach()
     async with tcp_proxy(peer.address) as link:
         await submit(gateway, turn.work, link.address)
-        await strike(rig, link, turn)
+        if not await strike(rig, gateway, link, turn):
+            await gateway.close()
+            return False
         if turn.struck == "prefill":
             await prefill_is_struck(rig, gateway, turn)
         elif turn.struck == "decode":
-            await decode_is_struck(rig, gateway, turn, link)
+            await decode_is_struck(rig, gateway, turn)
         else:
             await link_is_struck(rig, gateway, turn, link)
     await gateway.close()
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -309,9 +328,12 @@ async def test_a_strike_at_any_phase_of_a_transfer_costs_no_token_and_no_block(r
     for number in range(TURNS):
         for phase in PHASES:
             for fault in FAULTS[struck]:
-                began = time.monotonic()
-                await play(rig, make_turn(phase, struck, fault, rng))
-                print(f"turn {number}: {phase}, {fault} of {struck}: {time.monotonic() - began:.2f} s", flush=True)
+                began, tries = time.monotonic(), 1
+                while not await play(rig, make_turn(phase, struck, fault, rng)):
+                    tries += 1
+                    assert tries <= TRIES
+                spent = f"{time.monotonic() - began:.2f} s, {tries} tries"
+                print(f"turn {number}: {phase}, {fault} of {struck}: {spent}", flush=True)
     for name in ("decode", "decode2"):
         if name in rig.workers and is_alive(rig.workers[name].pid):
             await rig.note_fallbacks(rig.workers[name])

@@ -256,6 +256,19 @@ def test_workers_that_leave_in_order_use_up_no_attempt() -> None:
         assert actions[-1] == Readmit(number + 1)
 
 
+def test_a_worker_that_leaves_is_named_as_the_holder_of_what_it_had_begun_and_only_then() -> None:
+    core = make_core()
+    core.on_event(A, pb.Event(request_id="r", epoch=257, started=pb.Started()), 1.0)
+    core.on_event(A, delta(257, 0, 1, 2), 1.0)
+
+    leaving = core.on_event(A, failed(257, "DRAINING", retryable=True), 2.0)
+    core.on_event(B, accepted(513), 3.0)
+    lost = core.on_worker_lost(B, 4.0)
+
+    assert leaving[-1] == Readmit(2, ((0, (1, 2)),), holder=A)
+    assert lost[-1] == Readmit(3, ((0, (1, 2)),), lost=(B,))
+
+
 def test_a_failure_that_is_not_retryable_fails_the_request_with_its_reason() -> None:
     core = make_core()
     core.on_event(A, accepted(257), 1.0)

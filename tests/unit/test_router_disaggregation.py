@@ -98,6 +98,30 @@ def test_a_worker_that_cannot_serve_is_never_named(fields: dict[str, Any]) -> No
     assert decide(long_prompt(), decoder(running_count=3), peer(**fields)).reason is Reason.NO_PEER
 
 
+def test_a_worker_that_leaves_is_asked_for_what_it_hands_over_however_few_tokens() -> None:
+    leaving = peer("leaving", role=DECODE, draining=True, ready=False)
+
+    for needs in (long_prompt(), long_prompt(40)):
+        placing = decide(dataclasses.replace(needs, kv_holder="leaving"), decoder(), peer(), leaving)
+        assert placing == Placing(Reason.HANDED_OVER, leaving)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [],
+        [peer("leaving", role=DECODE, version="2")],
+        [peer("leaving", role=DECODE, kv_token_byte_count=KV_BYTES // 2)],
+    ],
+)
+def test_without_a_holder_that_fits_it_is_decided_as_ever(others: list[Endpoint]) -> None:
+    busy = decoder(running_count=3, in_flight=3)
+
+    placing = decide(dataclasses.replace(long_prompt(), kv_holder="leaving"), busy, peer(), *others)
+
+    assert placing.reason is Reason.SPARES_RUNNING
+
+
 def test_a_peer_that_is_silent_or_ejected_is_not_named() -> None:
     busy = decoder(running_count=3)
     silent, failing, healthy = peer("silent"), peer("failing"), peer("healthy")

@@ -76,6 +76,7 @@ class AdmissionEntry(_message.Message):
     TENANT_BLOCK_CAP_FIELD_NUMBER: _builtins.int
     ROUTE_FIELD_NUMBER: _builtins.int
     PROMPT_DIGEST_FIELD_NUMBER: _builtins.int
+    KV_HOLDER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     key_id: _builtins.str
@@ -106,6 +107,8 @@ class AdmissionEntry(_message.Message):
     """Name whose version was chosen for the client; empty where the client named the version, so that no other may run it."""
     prompt_digest: _builtins.bytes
     """SHA-256 of all that makes token ids of a prompt; versions with the same one read the same ids alike."""
+    kv_holder: _builtins.str
+    """Worker that left in order with this request in hand: it may still be asked for the blocks of prompt and prefix."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelRef: ...
     @_builtins.property
@@ -153,10 +156,11 @@ class AdmissionEntry(_message.Message):
         tenant_block_cap: _builtins.int | None = ...,
         route: _builtins.str = ...,
         prompt_digest: _builtins.bytes = ...,
+        kv_holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "model", b"model", "pool", b"pool", "sampling", b"sampling", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "prompt_digest", b"prompt_digest", "request_id", b"request_id", "resume_policy", b"resume_policy", "route", b"route", "sampling", b"sampling", "tenant", b"tenant", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap", "_tenant_slot_cap", b"_tenant_slot_cap", "adapter", b"adapter", "attempt", b"attempt", "block_hashes", b"block_hashes", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "gateway_instance", b"gateway_instance", "key_id", b"key_id", "kv_holder", b"kv_holder", "length_class", b"length_class", "lost_workers", b"lost_workers", "model", b"model", "pool", b"pool", "prefix", b"prefix", "priority_class", b"priority_class", "project", b"project", "prompt_digest", b"prompt_digest", "request_id", b"request_id", "resume_policy", b"resume_policy", "route", b"route", "sampling", b"sampling", "tenant", b"tenant", "tenant_block_cap", b"tenant_block_cap", "tenant_slot_cap", b"tenant_slot_cap", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tenant_block_cap: _TypeAlias = _typing.Literal["tenant_block_cap"]  # noqa: Y015
     _WhichOneofArgType__tenant_block_cap: _TypeAlias = _typing.Literal["_tenant_block_cap", b"_tenant_block_cap"]  # noqa: Y015
