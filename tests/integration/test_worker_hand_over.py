@@ -170,6 +170,6 @@ async def test_streams_of_a_drained_worker_go_on_from_its_blocks(redis_server: R
 
         taken = WorkerRig(services.others[0], RememberingStore())
         assert handed_over > 0
-        assert stats_of(taken).transfer.imported_block_total >= handed_over * (90 // BLOCK)
+        assert stats_of(taken).transfer.imported_block_total >= handed_over
         assert fallbacks(taken) == {}
         assert seen == [echo_tokens(name, 0, TOKENS) for name in names]
