@@ -18,7 +18,8 @@ from tests.helpers.four_services import FourServices, running_services
 from tests.helpers.peers import Pair, fallbacks, pair_of_workers, peer_config, stats_of
 from tests.helpers.redis import RedisProcess
 from tests.helpers.transcripts import ECHO_TOKEN
-from tests.helpers.worker import WAIT_S, GatewayClient, RememberingStore, WorkerRig, echo_tokens, entry, poll
+from tests.helpers.waiting import WAIT_S
+from tests.helpers.worker import GatewayClient, RememberingStore, WorkerRig, echo_tokens, entry, poll
 
 AGGREGATED = peer_config(WorkerRole.AGGREGATED, kv_lease_ms=300)
 TOKENS, BLOCK = 300, 16
