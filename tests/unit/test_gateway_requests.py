@@ -260,6 +260,8 @@ def test_a_worker_that_leaves_is_named_as_the_holder_of_what_it_had_begun_and_on
     core = make_core()
     core.on_event(A, pb.Event(request_id="r", epoch=257, started=pb.Started()), 1.0)
     core.on_event(A, delta(257, 0, 1, 2), 1.0)
+    assert drain(core) == [1, 2]
+    core.mark_delivered(0, 1)
 
     leaving = core.on_event(A, failed(257, "DRAINING", retryable=True), 2.0)
     core.on_event(B, accepted(513), 3.0)
