@@ -63,7 +63,7 @@ class Nursery:
         for pid in filter(is_alive, self._pids):
             os.kill(pid, signal.SIGKILL)
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
 
 def is_alive(pid: int) -> bool:

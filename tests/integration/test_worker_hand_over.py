@@ -21,6 +21,8 @@ from tests.helpers.transcripts import ECHO_TOKEN
 from tests.helpers.waiting import WAIT_S
 from tests.helpers.worker import GatewayClient, RememberingStore, WorkerRig, echo_tokens, entry, poll
 
+pytestmark = pytest.mark.fault
+
 AGGREGATED = peer_config(WorkerRole.AGGREGATED, kv_lease_ms=300)
 TOKENS, BLOCK = 300, 16
 
@@ -157,7 +159,6 @@ async def streamed(services: FourServices, prompt: str, seen: list[int]) -> str:
         return response.headers["x-request-id"]
 
 
-@pytest.mark.fault
 async def test_streams_of_a_drained_worker_go_on_from_its_blocks(redis_server: RedisProcess, tmp_path: Path) -> None:
     config = WorkerConfig(redis_url=redis_server.url, model="echo", echo_step_ms=10)
     async with running_services(redis_server.url, tmp_path, worker_config=config, others=[(config, None)]) as services:
