@@ -204,7 +204,7 @@ def test_operator_mistakes_are_one_plain_sentence_and_exit_code_2(stack: Stack, 
     unknown = millrace(tmp_path / "h4", "up", env={"MILLRACE_MODLE": "x"})
 
     for done, word in (
-        (taken, "Port"),
+        (taken, f"127.0.0.1:{stack.port} cannot be bound"),
         (missing, "does not exist"),
         (broken, "corrupt.gguf"),
         (unknown, "MILLRACE_MODEL"),
