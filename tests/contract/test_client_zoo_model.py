@@ -118,6 +118,48 @@ def test_an_answer_is_parsed_into_its_model(sdk: openai.OpenAI) -> None:
     assert isinstance(answer.choices[0].message.parsed, Weather)
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        pytest.param("green", "red, ", id="in the middle"),
+        pytest.param(", green and", "red", id="across tokens"),
+        pytest.param("red", "", id="at the start"),
+        pytest.param("blue", "red, green and ", id="with the last token that the grammar has"),
+        pytest.param("blue!", "red, green and blue", id="begun where the grammar ends, never whole"),
+    ],
+)
+def test_a_stop_string_cuts_an_answer_that_a_grammar_holds(sdk: openai.OpenAI, stop: str, text: str) -> None:
+    needs_structured_output(sdk)
+    asked: Any = {"model": MODEL, "prompt": "Colours:", "max_tokens": 24, "stop": [stop], "n": 2}
+    held: Any = {"extra_body": {"guided_choice": ["red, green and blue"]}}
+
+    answer = sdk.completions.create(**asked, **held)
+    streamed, ends = ["", ""], ["", ""]
+    for event in sdk.completions.create(**asked, **held, stream=True):
+        for choice in event.choices:
+            streamed[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+
+    assert [choice.text for choice in answer.choices] == streamed == [text, text]
+    assert [choice.finish_reason for choice in answer.choices] == ends == ["stop", "stop"]
+
+
+def test_a_stop_string_leaves_of_a_schema_what_came_before_it(sdk: openai.OpenAI) -> None:
+    needs_structured_output(sdk)
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "response_format": schema, "temperature": 0, "max_tokens": 96}
+
+    whole = sdk.chat.completions.create(**asked)
+    cut = sdk.chat.completions.create(**asked, stop=['"unit"'])
+
+    before, found, _ = (whole.choices[0].message.content or "").partition('"unit"')
+    assert found
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == (before, "stop")
+    assert cut.usage is not None
+    assert whole.usage is not None
+    assert 0 < cut.usage.completion_tokens < whole.usage.completion_tokens
+
+
 def test_langchain_gets_structured_output_by_a_tool(smollm2: Stack, sdk: openai.OpenAI) -> None:
     needs_structured_output(sdk)
     from langchain_openai import ChatOpenAI
