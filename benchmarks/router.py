@@ -34,9 +34,10 @@ from services.common.admission_types import PoolCaps, Queued
 from services.common.redis_client import connect
 from services.common.telemetry import setup_telemetry
 from tests.helpers.admission import POOL, make_entry
-from tests.helpers.fake_worker import FakeWorker, until
+from tests.helpers.fake_worker import FakeWorker
 from tests.helpers.four_services import KEY, four_services
 from tests.helpers.redis import RedisProcess
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[1]
 # (tenants, workers): growth with the one, then with the other.
@@ -169,7 +170,7 @@ async def throughput(redis: RedisProcess, *, tenants: int, workers: int, request
                 for worker in served:
                     worker.slots = SLOTS
                     worker.change()
-                await until(lambda: is_empty(store), timeout_s=60)
+                await until(lambda: is_empty(store))
                 spent, used = time.perf_counter() - began, cpu_ms(pid) - cpu
         taken = sum(worker.taken for worker in served)
         if taken != requests:
