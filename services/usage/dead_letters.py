@@ -47,8 +47,10 @@ def _take(connection: sa.Connection, letter: DeadLetter, now: datetime) -> bool:
     try:
         entry = parse_event(letter.payload, published_ms=int(letter.entry_id.partition("-")[0]))
     except PoisonEvent:
-        insert_worker_rows(connection, [parse_report(letter.payload)], now)
-        return True
+        report = parse_report(letter.payload)
+        insert_worker_rows(connection, [report], now)
+        # An event without ids reads as a report of nothing.
+        return bool(report.attempts or report.times)
     return bool(insert_entries(connection, [entry], now)) or not conflicting(connection, [entry])
 
 

@@ -15,8 +15,9 @@ import sqlalchemy as sa
 from millrace.usage.v1 import usage_event_pb2
 
 from services.usage import schema
+from services.usage.attempts import MAX_REPORT_BYTES
 from services.usage.bulk import add_sums, insert_rows, known_values
-from services.usage.events import MAX_EVENT_BYTES, LedgerEntry, Tokens
+from services.usage.events import LedgerEntry, Tokens
 from services.usage.rows import ROW_COLUMNS, row_values, storable
 from services.usage.selection import Selection
 from services.usage.spending import move_key_balances
@@ -108,7 +109,7 @@ def _says(event: usage_event_pb2.UsageEvent) -> tuple[object, ...]:
 
 
 def insert_dead_letters(connection: sa.Connection, letters: Sequence[DeadLetter], now: datetime) -> None:
-    """Keep the letters; one that is kept already stays as it is. A payload is cut at the size limit of an event."""
+    """Keep the letters; one that is kept already stays as it is. One too long ever to be read is cut."""
     if not letters:
         return
     statement = insert_into(connection, schema.dead_letters).on_conflict_do_nothing()
@@ -117,7 +118,7 @@ def insert_dead_letters(connection: sa.Connection, letters: Sequence[DeadLetter]
             "stream": letter.stream,
             "entry_id": letter.entry_id,
             "reason": storable(letter.reason),
-            "payload": letter.payload[:MAX_EVENT_BYTES],
+            "payload": letter.payload[: MAX_REPORT_BYTES + 1],
             "insert_time": now,
         }
         for letter in letters

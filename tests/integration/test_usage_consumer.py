@@ -27,6 +27,7 @@ from services.common.errors import StoreUnavailable
 from services.common.metrics import Metrics
 from services.usage import consumer as consumer_module
 from services.usage import schema
+from services.usage.attempts import MAX_REPORT_BYTES
 from services.usage.consumer import COMMITTED_KEPT_MS, CONSUMER, GROUP, REREAD_EVERY_S, Consumer
 from services.usage.ledger import read_dead_letters
 from services.usage.store import Store, open_store
@@ -124,6 +125,7 @@ async def test_names_of_committed_requests_go_after_an_hour(store: Store, redis_
         (make_event("bad", state=common_pb2.TERMINAL_STATE_REJECTED).SerializeToString(), "rejected request is billed"),
         (make_event("bad" * 100).SerializeToString(), "more than 256"),
         (b"\x00" * 300_000, "more than 262144"),
+        (b"\x00" * 1_100_000, "more than 262144"),
     ],
 )
 async def test_a_poison_event_is_parked_with_its_reason_and_holds_up_nobody(
@@ -137,7 +139,7 @@ async def test_a_poison_event_is_parked_with_its_reason_and_holds_up_nobody(
 
     assert reading(store).request_ids == ("r1", "r2")
     letters = store.read_sync(read_dead_letters)
-    assert [letter.payload for letter in letters] == [raw[:262_144]]
+    assert [letter.payload for letter in letters] == [raw[: MAX_REPORT_BYTES + 1]]
     assert reason in letters[0].reason
     assert (await redis_client.xpending(STREAM, GROUP))["pending"] == 0
     store.close()

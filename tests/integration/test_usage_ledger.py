@@ -163,6 +163,8 @@ def test_letters_are_tried_again_and_only_what_can_be_a_row_becomes_one(store: S
         "2-0": make_event("r1"),
         "3-0": make_event("r1", completion=9),
         "4-0": make_event("r4", tenant=""),
+        # Without both ids it reads as an empty report.
+        "6-0": make_event("", tenant=""),
     }
     reasons = {"3-0": CONFLICT}
     letters = [DeadLetter("s", at, reasons.get(at, "old"), event.SerializeToString()) for at, event in events.items()]
@@ -172,8 +174,8 @@ def test_letters_are_tried_again_and_only_what_can_be_a_row_becomes_one(store: S
     done = store.write_sync(lambda c: replay_dead_letters(c, START))
     again = store.write_sync(lambda c: replay_dead_letters(c, START))
 
-    assert (done, again) == (Replayed(3, 2), Replayed(0, 2))
-    assert [letter.entry_id for letter in store.read_sync(read_dead_letters)] == ["3-0", "4-0"]
+    assert (done, again) == (Replayed(3, 3), Replayed(0, 3))
+    assert [letter.entry_id for letter in store.read_sync(read_dead_letters)] == ["3-0", "4-0", "6-0"]
     result = reading(store)
     assert result.request_ids == ("r1", "r2")
     assert result.balances[0].billed.completion == 5 + 7
