@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-from cli.stack import StackError, engine_knobs
+from cli.stack import StackError, engine_knobs, grace_s
 from cli.supervisor import Child, Supervisor
 from services.common.config import env_name
 from services.common.lifecycle import end_tasks
@@ -102,7 +102,8 @@ class Rolling:
     async def _replace(self, old: Child, order: Order, tell: Callable[[Step], None]) -> None:
         name, began = old.spec.name, time.monotonic()
         tell(Step(name, "starting"))
-        new = old.successor(_settings(old, order))
+        env = {**old.spec.env, **_settings(old, order)}
+        new = old.successor(env, grace_s(env))
         self._supervisor.passing.add(new)
         try:
             new.start()
@@ -146,5 +147,5 @@ def _settings(old: Child, order: Order) -> Mapping[str, str]:
     try:
         knobs = engine_knobs(settings[variable], WorkerRole(kind[0]) if kind else WorkerRole.AGGREGATED)
     except StackError as error:
-        raise UpgradeError(str(error)) from error
+        raise UpgradeError(str(error), old.spec.name) from error
     return {**settings, variable: knobs}

@@ -112,7 +112,7 @@ def open_door(host: str, port: int) -> socket.socket:
         raise StackError(f"{error} Choose another with --port.") from error
 
 
-def _grace_s(env: Mapping[str, str]) -> float:
+def grace_s(env: Mapping[str, str]) -> float:
     """How long a service has to end: what it gives its streams, and a little."""
     try:
         return float(env.get(env_name("drain_grace_s"), _GRACE_S)) + 5
@@ -231,9 +231,8 @@ def lay_out(options: StackOptions, door: int) -> StackLayout:
             shared["tls_dir"] = str(folders[name])
         shared |= {"data_dir": str(data)} if "data_dir" in fields else {}
         env = _environment(name, shared | settings)
-        grace_s = _grace_s(env)
         argv, fds = [sys.executable, "-m", f"services.{name}"], (door,) if name == "gateway" else ()
-        return ChildSpec(label, argv, env, grace_s, socket=f"{run / label}", address_name=env_name(own), fds=fds)
+        return ChildSpec(label, argv, env, grace_s(env), socket=f"{run / label}", address_name=env_name(own), fds=fds)
 
     usage, doors = f"unix:{run / 'usage'}.sock", {"http_listen": f"fd:{door}", "grpc_listen": f"shared:{grpc}"}
     database = f"sqlite:///{options.home / 'usage' / 'ledger.sqlite3'}"

@@ -68,9 +68,9 @@ class Child:
         """Where this very process answers over gRPC; empty for one that does not."""
         return f"unix:{self.spec.socket}.{self.generation}.sock" if self.spec.socket else ""
 
-    def successor(self, settings: Mapping[str, str]) -> Child:
-        """Who shall take its place, not started yet; `settings` go over those in its environment."""
-        spec = dataclasses.replace(self.spec, env={**self.spec.env, **settings})
+    def successor(self, env: Mapping[str, str], grace_s: float) -> Child:
+        """Who shall take its place, not started yet."""
+        spec = dataclasses.replace(self.spec, env=env, grace_s=grace_s)
         return Child(spec, self._log_path.parent, self.generation + 1)
 
     def publish(self) -> None:

@@ -17,6 +17,7 @@ from cli.rolling import Rolling
 from cli.stack_state import StackState, process_alive, write_state
 from cli.supervisor import Child, ChildSpec, Supervisor
 from services.worker.config import WorkerRole, parse_engine
+from tests.helpers.waiting import until
 
 # A process that ends when it is told to, or at once where it is told so.
 SCRIPT = 'echo "error: it is $END"; if [ -n "$END" ]; then exit 2; fi; exec sleep 60'
@@ -68,7 +69,8 @@ def told(steps: list[dict[str, Any]]) -> list[tuple[str, str]]:
 async def test_each_process_is_replaced_by_one_that_is_ready_and_the_name_of_its_socket_stays(bench: Bench) -> None:
     before = bench.supervisor.processes()
 
-    steps = await bench.ask(services={"worker": {}, "usage": {"MILLRACE_LOG_LEVEL": "debug"}}, timeout_s=30)
+    usage = {"MILLRACE_LOG_LEVEL": "debug", "MILLRACE_DRAIN_GRACE_S": "90"}
+    steps = await bench.ask(services={"worker": {}, "usage": usage}, timeout_s=30)
 
     assert told(steps) == [(name, stage) for name in NAMES for stage in ("starting", "draining", "done")]
     after = bench.supervisor.processes()
@@ -76,7 +78,8 @@ async def test_each_process_is_replaced_by_one_that_is_ready_and_the_name_of_its
     assert bench.records[-1] == after
     for child in bench.supervisor.children:
         assert child.address == "unix:" + resolved(f"{child.spec.socket}.sock")
-    assert bench.supervisor.children[0].spec.env["MILLRACE_LOG_LEVEL"] == "debug"
+    spec = bench.supervisor.children[0].spec
+    assert (spec.env["MILLRACE_LOG_LEVEL"], spec.grace_s) == ("debug", 95)
     assert not bench.supervisor.passing
 
 
@@ -113,9 +116,7 @@ async def test_one_upgrade_at_a_time_and_who_hangs_up_ends_it_after_the_process_
     refused = await bench.ask(services={"usage": {}}, timeout_s=30)
     writer.close()
     bench.ready.add("worker-1")
-    async with asyncio.timeout(20):
-        while bench.rolling._running is not None:
-            await asyncio.sleep(0.01)
+    await until(lambda: bench.rolling._running is None)
 
     assert told(refused) == [("", "failed")]
     after = bench.supervisor.processes()
@@ -128,8 +129,7 @@ async def test_what_is_under_way_when_the_stack_stops_is_broken_off(tmp_path: Pa
     bench.supervisor.start()
     async with bench.rolling.listening(bench.path):
         asking = asyncio.create_task(bench.ask(services={"usage": {}}, timeout_s=30))
-        while not bench.supervisor.passing:
-            await asyncio.sleep(0.01)
+        await until(lambda: bench.supervisor.passing)
         [new] = bench.supervisor.passing
     with contextlib.suppress(ConnectionError):
         await asking
