@@ -51,30 +51,16 @@ class LineSeries:
 
 def line_charts(labels: Sequence[str], panels: Sequence[tuple[str, Sequence[LineSeries]]]) -> str:
     """Panels of a title and lines, one above the other over the same labels, as one SVG document."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels)}" role="img">',
-        f"<style>{STYLE}</style>",
-    ]
-    for place, (title, series) in enumerate(panels):
+    drawn = []
+    for title, series in panels:
         top = nice_ceiling(math.ceil(max((v for each in series for v in each.values if v is not None), default=0)))
-        parts += [
-            f'<g transform="translate(0 {HEIGHT * place})"><title>{escape(title)}</title>',
-            f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-            f'<text class="title" x="{LEFT}" y="28">{escape(title)}</text>',
-            *_legend(series),
-            *_grid(top),
-            *_lines(labels, series, top),
-            *_ticks(labels),
-            "</g>",
-        ]
-    return "\n".join([*parts, "</svg>\n"])
+        drawn.append((title, [*_legend(series), *_grid(top), *_lines(labels, series, top), *_ticks(labels)]))
+    return _document(drawn)
 
 
-def bar_chart(
-    title: str, labels: Sequence[str], series: Sequence[Series], *, short_label: Callable[[str], str] = str
-) -> str:
+def bar_chart(title: str, labels: Sequence[str], series: Sequence[Series]) -> str:
     """One panel of `bar_charts`."""
-    return bar_charts(labels, [BarPanel(title, series)], short_label=short_label)
+    return bar_charts(labels, [BarPanel(title, series)])
 
 
 def bar_charts(labels: Sequence[str], panels: Sequence[BarPanel], *, short_label: Callable[[str], str] = str) -> str:
@@ -82,20 +68,26 @@ def bar_charts(labels: Sequence[str], panels: Sequence[BarPanel], *, short_label
 
     Every series has as many values as there are labels; `short_label` makes what stands under the bars of a label.
     """
+    drawn, ticks = [], _ticks([short_label(label) for label in labels])
+    for panel in panels:
+        top = nice_ceiling(max((value for each in panel.series for value in each.values), default=0))
+        bars = _bars(labels, panel, top)
+        drawn.append((panel.title, [*_legend(panel.series), *_grid(top, panel.unit), *bars, *ticks]))
+    return _document(drawn)
+
+
+def _document(panels: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Titles and what is drawn under them, one above the other."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT * len(panels)}" role="img">',
         f"<style>{STYLE}</style>",
     ]
-    for place, panel in enumerate(panels):
-        top = nice_ceiling(max((value for each in panel.series for value in each.values), default=0))
+    for place, (title, drawn) in enumerate(panels):
         parts += [
-            f'<g transform="translate(0 {HEIGHT * place})"><title>{escape(panel.title)}</title>',
+            f'<g transform="translate(0 {HEIGHT * place})"><title>{escape(title)}</title>',
             f'<rect class="ground" width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-            f'<text class="title" x="{LEFT}" y="28">{escape(panel.title)}</text>',
-            *_legend(panel.series),
-            *_grid(top, panel.unit),
-            *_bars(labels, panel, top),
-            *_ticks([short_label(label) for label in labels]),
+            f'<text class="title" x="{LEFT}" y="28">{escape(title)}</text>',
+            *drawn,
             "</g>",
         ]
     return "\n".join([*parts, "</svg>\n"])
