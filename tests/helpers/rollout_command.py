@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from click.testing import Result
 from typer.testing import CliRunner
 
 from cli.main import app as millrace
-from services.usage.wiring import UsageApp
+from services.usage.config import UsageConfig
+from services.usage.wiring import UsageApp, build
+
+
+@contextlib.asynccontextmanager
+async def running_usage(config: UsageConfig) -> AsyncIterator[UsageApp]:
+    """The service, stopped at the end."""
+    app = build(config)
+    await app.start()
+    try:
+        yield app
+    finally:
+        await app.stop()
 
 
 async def rollout(app: UsageApp, token: str, *arguments: object) -> Result:

@@ -17,10 +17,10 @@ from services.usage.canary.controller import ProgressStore
 from services.usage.canary.trial import Trial
 from services.usage.config import UsageConfig
 from services.usage.seals import Signer
-from services.usage.wiring import UsageApp, build
+from services.usage.wiring import UsageApp
 from tests.helpers.redis import RedisProcess
 from tests.helpers.releases import evaluated, signed
-from tests.helpers.rollout_command import rollout
+from tests.helpers.rollout_command import rollout, running_usage
 
 ROOT = "root-token-for-tests"
 SIGNER = Signer(Ed25519PrivateKey.generate())
@@ -31,18 +31,15 @@ FORCED = ("--force", "--why", "faster")
 
 @pytest.fixture
 async def app(tmp_path: Path, redis_server: RedisProcess) -> AsyncIterator[UsageApp]:
-    running = build(
-        UsageConfig(
-            redis_url=redis_server.url,
-            database_url=f"sqlite:///{tmp_path}/usage.sqlite3",
-            data_dir=str(tmp_path / "data"),
-            admin_token=ROOT,
-            release_keys=SIGNER.public_key.hex(),
-        )
+    config = UsageConfig(
+        redis_url=redis_server.url,
+        database_url=f"sqlite:///{tmp_path}/usage.sqlite3",
+        data_dir=str(tmp_path / "data"),
+        admin_token=ROOT,
+        release_keys=SIGNER.public_key.hex(),
     )
-    await running.start()
-    yield running
-    await running.stop()
+    async with running_usage(config) as running:
+        yield running
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from services.usage import rollout as steps
 from services.usage.canary.controller import ProgressStore
 from services.usage.canary.trial import Trial
 from services.usage.config import UsageConfig
-from services.usage.wiring import UsageApp, build
+from services.usage.wiring import UsageApp
 from tests.helpers.canaries import Version
 from tests.helpers.redis import RedisProcess
-from tests.helpers.rollout_command import rollout
+from tests.helpers.rollout_command import rollout, running_usage
 from tests.helpers.rollouts import NEW, OLD, Fleet
 
 TOKEN = "root-token-for-tests"
@@ -29,17 +29,14 @@ NOW = 1_700_000_000.0
 
 @pytest.fixture
 async def app(tmp_path: Path, redis_server: RedisProcess) -> AsyncIterator[UsageApp]:
-    running = build(
-        UsageConfig(
-            redis_url=redis_server.url,
-            database_url=f"sqlite:///{tmp_path}/usage.sqlite3",
-            data_dir=str(tmp_path / "data"),
-            admin_token=TOKEN,
-        )
+    config = UsageConfig(
+        redis_url=redis_server.url,
+        database_url=f"sqlite:///{tmp_path}/usage.sqlite3",
+        data_dir=str(tmp_path / "data"),
+        admin_token=TOKEN,
     )
-    await running.start()
-    yield running
-    await running.stop()
+    async with running_usage(config) as running:
+        yield running
 
 
 async def run(app: UsageApp, *arguments: str, token: str = TOKEN) -> Result:

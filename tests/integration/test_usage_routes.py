@@ -18,7 +18,7 @@ from services.common.route_store import RouteStore
 from services.common.routes import RouteTable
 from services.usage.config import UsageConfig
 from services.usage.seals import Signer
-from services.usage.wiring import UsageApp, build
+from services.usage.wiring import UsageApp
 from tests.helpers import rollout_command
 from tests.helpers.redis import RedisProcess
 from tests.helpers.releases import evaluated, signed
@@ -31,17 +31,14 @@ FORCED = {"force": True, "why": "faster"}
 
 @pytest.fixture
 async def app(redis_server: RedisProcess, database_url: str) -> AsyncIterator[UsageApp]:
-    running = build(
-        UsageConfig(
-            redis_url=redis_server.url,
-            database_url=database_url,
-            admin_token=ROOT,
-            release_keys=SIGNER.public_key.hex(),
-        )
+    config = UsageConfig(
+        redis_url=redis_server.url,
+        database_url=database_url,
+        admin_token=ROOT,
+        release_keys=SIGNER.public_key.hex(),
     )
-    await running.start()
-    yield running
-    await running.stop()
+    async with rollout_command.running_usage(config) as running:
+        yield running
 
 
 @pytest.fixture
