@@ -115,6 +115,10 @@ class GatewayApp:
         await self._database.close()
 
     async def _start(self) -> None:
+        if self._shared and not self._config.advertise:
+            raise StartupError(
+                "A shared MILLRACE_GRPC_LISTEN needs MILLRACE_ADVERTISE, an address of this gateway alone."
+            )
         back, parts = self.back, self.back.parts
         opened = listen(self._config.http_listen)
         front = FrontParts(

@@ -241,7 +241,7 @@ class Dispatcher:
             held.excluded.add(endpoint.instance)
         else:
             held.rest(endpoint.instance, now)
-        self._log(held, endpoint, "submit_refused", worker_service_pb2.SubmitRefusal.Name(reply.refusal))
+        self._log(held, endpoint, "submit_refused", _name_of(reply.refusal))
         return outcome
 
     def _failed(self, held: HeldClaim, endpoint: Endpoint, code: grpc.StatusCode) -> Outcome:
@@ -276,6 +276,12 @@ class Dispatcher:
         structlog.get_logger().info(
             event, request_id=held.request_id, worker=endpoint.instance, tries=held.tries, cause=cause
         )
+
+
+def _name_of(refusal: worker_service_pb2.SubmitRefusal.ValueType) -> str:
+    """A worker of a later release may refuse for a reason that is not known here."""
+    known = refusal in worker_service_pb2.SubmitRefusal.values()
+    return worker_service_pb2.SubmitRefusal.Name(refusal) if known else str(refusal)
 
 
 def _span_of(request: worker_service_pb2.SubmitRequest, endpoint: Endpoint) -> trace.Span | None:

@@ -93,7 +93,7 @@ class SubmitLink:
                 for response in message.responses:
                     one = self._open.pop((response.request_id, response.epoch), None)
                     if one is not None:
-                        one.answered(response)
+                        _tell(one, response)
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -128,16 +128,21 @@ class SubmitLink:
         except grpc.aio.AioRpcError as error:
             answer = error.code()
         except asyncio.CancelledError:
-            one.answered(grpc.StatusCode.CANCELLED)
+            _tell(one, grpc.StatusCode.CANCELLED)
             raise
-        one.answered(answer)
+        _tell(one, answer)
 
     def _fail(self, code: grpc.StatusCode) -> None:
         for one in self._take():
-            one.answered(code)
+            _tell(one, code)
 
     def _take(self) -> list[_Open]:
         taken, self._open = list(self._open.values()), {}
         self._unsent.clear()
         self._wanted.clear()
         return taken
+
+
+def _tell(one: _Open, answer: Answer) -> None:
+    """From the loop: whoever fails over its answer keeps no other from theirs."""
+    asyncio.get_running_loop().call_soon(one.answered, answer)

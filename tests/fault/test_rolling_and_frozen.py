@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import socket
 import time
 from collections import Counter
 
@@ -29,6 +31,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 
 STREAMS = 12
 CUTS = int(os.environ.get("FAULT_CUTS", "100"))
+TOKEN = b'"text":"t'
 
 
 async def restart(stack: Stack, nemesis: Nemesis, service: str, baseline: list[int]) -> None:
@@ -80,16 +83,26 @@ def test_a_worker_frozen_for_eight_seconds_duplicates_nothing_when_it_wakes(stac
     asyncio.run(assert_idle(stack, baseline))
 
 
-async def cut_after(client: httpx.AsyncClient, tokens: int) -> tuple[str, int]:
+async def cut_after(stack: Stack, tokens: int) -> tuple[str, int]:
+    """Cut a stream after `tokens` tokens or more; the request's id, and the tokens that had come to this machine: what
+    the test was too busy to read counts too."""
     body = {"model": "echo", "prompt": "cut me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    received = 0
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == httpx.codes.OK, await response.aread()
-        async for line in response.aiter_lines():
-            received += line.count('"text":"t')
-            if received >= tokens:
-                break
-        return response.headers["x-request-id"], received
+    headers = stack.headers | {"connection": "close"}
+    asked = httpx.Request("POST", f"{stack.url}/v1/completions", json=body, headers=headers)
+    head = "".join(f"{name}: {value}\r\n" for name, value in asked.headers.items())
+    loop, came = asyncio.get_running_loop(), bytearray()
+    with socket.create_connection((asked.url.host, asked.url.port)) as client:
+        client.setblocking(False)
+        await loop.sock_sendall(client, f"POST {asked.url.path} HTTP/1.1\r\n{head}\r\n".encode() + asked.content)
+        while came.count(TOKEN) < tokens:
+            part = await loop.sock_recv(client, 65_536)
+            assert part, came
+            came += part
+        with contextlib.suppress(BlockingIOError):
+            while part := client.recv(65_536):
+                came += part
+    assert came.startswith(b"HTTP/1.1 200 "), came
+    return came.split(b"x-request-id: ", 1)[1].split(b"\r\n", 1)[0].decode(), came.count(TOKEN)
 
 
 def test_clients_that_cut_anywhere_pay_for_what_they_saw_and_stop_the_work(stack: Stack) -> None:
@@ -100,12 +113,11 @@ def test_clients_that_cut_anywhere_pay_for_what_they_saw_and_stop_the_work(stack
     async def scenario() -> tuple[dict[str, int], list[int]]:
         baseline, gate = await baseline_blocks(stack), asyncio.Semaphore(20)
 
-        async def one(client: httpx.AsyncClient, tokens: int) -> tuple[str, int]:
+        async def one(tokens: int) -> tuple[str, int]:
             async with gate:
-                return await cut_after(client, tokens)
+                return await cut_after(stack, tokens)
 
-        async with open_client(stack) as client:
-            return dict(await asyncio.gather(*(one(client, points.randint(1, 60)) for _ in range(CUTS)))), baseline
+        return dict(await asyncio.gather(*(one(points.randint(1, 60)) for _ in range(CUTS)))), baseline
 
     seen, baseline = asyncio.run(scenario())
     rows = stack.wait_ledger(CUTS)
@@ -114,4 +126,4 @@ def test_clients_that_cut_anywhere_pay_for_what_they_saw_and_stop_the_work(stack
     billed = {row["request_id"]: row["billed_completion_tokens"] for row in rows}
     assert len(rows) == len(billed) == len(seen) == CUTS
     assert {row["terminal_state"] for row in rows} == {"cancelled"}
-    assert [(i, n, billed[i]) for i, n in seen.items() if not n <= billed[i] <= n + 100] == []
+    assert [(i, n, billed[i]) for i, n in seen.items() if not n <= billed[i] <= n + 50] == []

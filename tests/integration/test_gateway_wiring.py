@@ -185,6 +185,13 @@ async def test_a_taken_port_stops_the_start_and_frees_what_was_opened(
     taken.close()
 
 
+async def test_a_shared_door_is_no_address_of_one_gateway(redis_server: RedisProcess, tmp_path: Path) -> None:
+    app = build(config_of(redis_server, tmp_path, grpc_listen="shared:127.0.0.1:0"))
+
+    with pytest.raises(StartupError, match="MILLRACE_ADVERTISE"):
+        await app.start()
+
+
 def process(redis_server: RedisProcess, folder: Path, *arguments: str, **settings: str) -> subprocess.Popen[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MILLRACE_")}
     env = kept | {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}", "MILLRACE_REDIS_URL": redis_server.url}

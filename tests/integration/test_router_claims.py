@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -153,11 +154,13 @@ async def test_a_router_that_waits_is_woken_by_the_bell(rig: Rig) -> None:
     await until(lambda: rig.running() == {"r1"})
 
 
-async def test_a_typed_refusal_goes_to_the_next_worker_with_a_higher_epoch(rig: Rig) -> None:
+# 99: of a worker whose release is later than this one.
+@pytest.mark.parametrize("refusal", [worker_service_pb2.SUBMIT_REFUSAL_GATEWAY_NOT_ATTACHED, 99])
+async def test_a_typed_refusal_goes_to_the_next_worker_with_a_higher_epoch(rig: Rig, refusal: Any) -> None:
     refusing = await rig.worker("worker-1", slots=9)
     taking = await rig.worker("worker-2", slots=2)
     taking.running["other"] = 1  # so that it is the second choice
-    refusing.refuse_with = worker_service_pb2.SUBMIT_REFUSAL_GATEWAY_NOT_ATTACHED
+    refusing.refuse_with = refusal
     app = await rig.router()
     await until(lambda: seen(app) == 2)
 

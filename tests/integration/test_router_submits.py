@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -59,10 +59,10 @@ class Rig:
         self._link = SubmitLink(stub, SystemClock())
         self.task = asyncio.create_task(self._link.run())
 
-    def send(self, *names: str, prompt: int = 10) -> None:
+    def send(self, *names: str, prompt: int = 10, answered: Callable[[Answer], None] | None = None) -> None:
         for name in names:
             request = worker_service_pb2.SubmitRequest(entry=make_entry(name, prompt=prompt), epoch=1, attempt=1)
-            self._link.send(request, self.answers.setdefault(name, []).append)
+            self._link.send(request, answered or self.answers.setdefault(name, []).append)
 
     def answered(self, *names: str) -> bool:
         return all(self.answers[name] for name in names)
@@ -150,6 +150,23 @@ async def test_the_end_of_a_link_answers_what_is_open(counting: tuple[Rig, Count
     await end_tasks([rig.task])
 
     assert rig.answers["a"] == [grpc.StatusCode.CANCELLED]
+
+
+async def test_who_fails_over_an_answer_keeps_no_other_from_theirs(counting: tuple[Rig, Counting]) -> None:
+    rig, worker = counting
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+
+    def fail(_: Answer) -> None:
+        raise RuntimeError("of no use")
+
+    rig.send("a", answered=fail)
+    rig.send("b")
+    worker.open.set()
+    await until(lambda: rig.answered("b"))
+
+    assert rig.accepted() == {"b"}
+    assert [str(failure["exception"]) for failure in failures] == ["of no use"]
 
 
 async def test_a_request_that_would_hold_up_others_goes_alone(counting: tuple[Rig, Counting]) -> None:
