@@ -11,7 +11,7 @@ import grpc
 from millrace.gateway.v1 import gateway_service_pb2 as pb
 from millrace.gateway.v1 import gateway_service_pb2_grpc as pb_grpc
 
-from millrace_client.calling import DEFAULT_TIMEOUT_S, KEY, Calling, Metadata, open_channel
+from millrace_client.calling import DEFAULT_TIMEOUT_S, Calling, open_channel
 from millrace_client.errors import MillraceError, error_of
 from millrace_client.retry import RetryPolicy, Turn
 from millrace_client.usage import UsageGroup, UsageQuery, usage_groups, usage_request
@@ -32,13 +32,9 @@ from millrace_client.values import (
 class Stream:
     """The deltas of one answer. Iterate it once; leave it early by `cancel` or the end of its `with` block."""
 
-    def __init__(
-        self, stub: pb_grpc.GatewayServiceStub, request: pb.GenerateRequest, metadata: Metadata, turn: Turn
-    ) -> None:
+    def __init__(self, stub: pb_grpc.GatewayServiceStub, request: pb.GenerateRequest, turn: Turn) -> None:
         self._stub = stub
         self._request = request
-        self._metadata = metadata
-        self._keyed = KEY in dict(metadata)
         self._turn = turn
         self._call: Any = None
         self._cancelled = False
@@ -84,7 +80,7 @@ class Stream:
         failure: MillraceError | None = None
         while not self._cancelled:
             self._gathered.told_again()
-            self._call = self._stub.Generate(self._request, timeout=self._turn.left_s, metadata=self._metadata)
+            self._call = self._stub.Generate(self._request, timeout=self._turn.left_s, metadata=self._turn.metadata)
             try:
                 for response in self._call:
                     delta = self._gathered.take(response)
@@ -101,8 +97,7 @@ class Stream:
                 if self._cancelled:
                     return
                 failure = error_of(failed, self._gathered.request_id)
-                joins = self._keyed and failure.of_connection
-                wait_s = self._turn.wait_after(failure, began=self._gathered.began and not joins)
+                wait_s = self._turn.wait_after(failure, began=self._gathered.began)
             time.sleep(wait_s)
 
 
@@ -141,8 +136,7 @@ class Client:
         end: the same run is asked for again, and its deltas go on.
         """
         request = generate_request(model, prompt, options if options is not None else Options())
-        metadata = self._calling.keyed(idempotency_key)
-        return Stream(self._stub, request, metadata, self._calling.turn(timeout_s))
+        return Stream(self._stub, request, self._calling.turn(timeout_s, idempotency_key))
 
     def generate(
         self,
@@ -187,7 +181,7 @@ class Client:
         turn = self._calling.turn(timeout_s)
         while True:
             try:
-                return method(request, timeout=turn.left_s, metadata=self._calling.metadata)
+                return method(request, timeout=turn.left_s, metadata=turn.metadata)
             except grpc.RpcError as failed:
                 wait_s = turn.wait_after(error_of(failed), began=False)
             time.sleep(wait_s)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from millrace_client.errors import MillraceError
 
+Metadata = tuple[tuple[str, str], ...]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -29,9 +31,22 @@ class RetryPolicy:
 
 
 class Turn:
-    """One call with its tries: they share one deadline."""
+    """One call with its tries: they share one deadline, and `metadata`.
 
-    def __init__(self, policy: RetryPolicy, timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    `rejoins`: after a connection that broke, a new try comes back to the same run.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        timeout_s: float,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        metadata: Metadata = (),
+        rejoins: bool = False,
+    ) -> None:
+        self.metadata = metadata
+        self._rejoins = rejoins
         self._policy = policy
         self._now = now
         self._deadline = now() + timeout_s
@@ -45,10 +60,11 @@ class Turn:
     def wait_after(self, error: MillraceError, *, began: bool) -> float:
         """Seconds to wait before the next try. Raises the error when there is to be none.
 
-        `began`: part of the answer has come, and a new try would say it twice.
+        `began`: part of the answer has come, and a new run would say it twice.
         """
         self._failures += 1
-        if began or not error.retryable or self._failures >= self._policy.attempts:
+        lost = began and not (self._rejoins and error.of_connection)
+        if lost or not error.retryable or self._failures >= self._policy.attempts:
             raise error
         wait_s = self._policy.wait_s(self._failures, error)
         if wait_s >= self._deadline - self._now():
