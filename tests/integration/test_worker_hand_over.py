@@ -23,12 +23,14 @@ from tests.helpers.worker import GatewayClient, RememberingStore, WorkerRig, ech
 
 pytestmark = pytest.mark.fault
 
-AGGREGATED = peer_config(WorkerRole.AGGREGATED, kv_lease_ms=300)
+# A lease that no stall of a busy machine outlasts, but where a peer's silence is what is tested.
+PATIENT = peer_config(WorkerRole.AGGREGATED, kv_lease_ms=round(WAIT_S * 1000))
+HASTY = peer_config(WorkerRole.AGGREGATED, kv_lease_ms=300)
 TOKENS, BLOCK = 300, 16
 
 
 def slowly(_: SchedulerOutput) -> None:
-    time.sleep(0.003)
+    time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +41,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """`pair.prefill` is the worker that leaves, `pair.decode` takes over."""
-    async with pair_of_workers(prefill=AGGREGATED, decode=AGGREGATED, prefill_steps=slowly) as made:
+    config = getattr(request, "param", PATIENT)
+    async with pair_of_workers(prefill=config, decode=config, prefill_steps=slowly) as made:
         yield made
 
 
@@ -129,7 +132,14 @@ async def test_what_is_taken_over_is_not_offered_twice(pair: Pair) -> None:
     await gateway.close()
 
 
-@pytest.mark.parametrize("cause", ["nobody_asks", "nobody_is_heard"])
+@pytest.mark.parametrize(
+    ("pair", "cause"),
+    [
+        pytest.param(PATIENT, "nobody_asks", id="nobody_asks"),
+        pytest.param(HASTY, "nobody_is_heard", id="nobody_is_heard"),
+    ],
+    indirect=["pair"],
+)
 async def test_a_drain_ends_though_nobody_fetches_and_the_rest_is_computed_again(pair: Pair, cause: str) -> None:
     works = requests(70, 96)
     gateway = await running(pair, works)

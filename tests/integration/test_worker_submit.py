@@ -15,7 +15,9 @@ from services.common.grpc_client import error_from_rpc
 from services.worker.config import WorkerRole
 from services.worker.engine.fake_model_runner import FakeModelRunner, FakeScript
 from services.worker.engine.outputs import SchedulerOutput
+from services.worker.engine.request import EngineRequest
 from services.worker.model_source import LoadedModel, load_model
+from services.worker.requests import RequestStream
 from services.worker.service import ServedModel
 from services.worker.wiring import build
 from tests.helpers.waiting import WAIT_S
@@ -27,6 +29,7 @@ from tests.helpers.worker import (
     echo_config,
     entry,
     running_worker,
+    submit_request,
 )
 
 
@@ -72,6 +75,38 @@ async def test_each_refusal_has_its_type_and_leaves_nothing(
         assert response.refusal == refusal
         assert response.detail
         assert len(rig.app.parts.table) == 0
+        await gateway.close()
+    rig.assert_engine_empty()
+
+
+async def test_what_fails_at_one_of_many_says_nothing_about_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_worker() as rig:
+        gateway = await ready_gateway(rig)
+        submit = rig.app.parts.hub.submit
+
+        def submit_unless_r2(stream: RequestStream, request: EngineRequest) -> None:
+            if request.request_id == "r2":
+                raise RuntimeError("something that nobody thought of")
+            submit(stream, request)
+
+        monkeypatch.setattr(rig.app.parts.hub, "submit", submit_unless_r2)
+        together = [submit_request(work) for work in (entry("r1"), entry("r2"), entry("r3", max_tokens=510))]
+        call = gateway.stub.SubmitStream(timeout=WAIT_S)
+        answers: list[pb.SubmitResponse] = []
+        for requests in (together, [submit_request(entry("r4"))]):
+            await call.write(pb.SubmitStreamRequest(requests=requests))
+            answers += (await call.read()).responses
+        await call.done_writing()
+        await gateway.finished("r1", "r4")
+
+        assert [(each.request_id, each.epoch, each.accepted, each.refusal) for each in answers] == [
+            ("r1", 256, True, pb.SUBMIT_REFUSAL_UNSPECIFIED),
+            ("r2", 256, False, pb.SUBMIT_REFUSAL_INTERNAL),
+            ("r3", 256, False, pb.SUBMIT_REFUSAL_NEVER_FITS),
+            ("r4", 256, True, pb.SUBMIT_REFUSAL_UNSPECIFIED),
+        ]
+        assert {each.worker_instance for each in answers} == {rig.app.instance}
+        assert len(rig.app.parts.table.unfinished()) == 0
         await gateway.close()
     rig.assert_engine_empty()
 

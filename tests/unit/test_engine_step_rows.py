@@ -18,7 +18,7 @@ def plain(row: ScheduledRequest) -> tuple[object, ...]:
 def rows() -> StepRows:
     """Two rows that decode, then a chunk."""
     keys = [RequestKey(name, 0, 1) for name in "abc"]
-    decodes = DecodeRows(keys[:2], tokens(7, 3), tokens(41, 42), [(5, 6), (9,)])
+    decodes = DecodeRows(keys[:2], [7, 3], tokens(41, 42).reshape(2, 1), [(5, 6), (9,)])
     return StepRows(decodes, [ScheduledRequest(keys[2], 0, tokens(1, 2), (4,), False)])
 
 
@@ -55,4 +55,4 @@ def test_an_earlier_decision_stays_as_it_was_while_the_requests_go_on() -> None:
 
     assert len(early.decodes) == 2
     assert [plain(row) for row in early.scheduled] == before
-    assert early.decodes.starts.dtype == early.decodes.token_ids.dtype == np.int32
+    assert (early.decodes.token_ids.dtype, early.decodes.token_ids.shape) == (np.int32, (2, 1))

@@ -30,14 +30,14 @@ class DecodeColumns:
         outputs = [each.output_token_ids for each in requests]
         newest = map(_last, outputs) if all(outputs) else (each.newest_token_id for each in requests)
         if requests and requests == self._requests:
-            keys, starts = self._rows.keys, self._rows.starts + np.int32(1)
+            keys, starts = self._rows.keys, [start + 1 for start in self._rows.starts]
         else:
             keys = [each.key for each in requests]
-            starts = np.array([each.num_tokens - 1 for each in requests], dtype=np.int32)
+            starts = [each.num_tokens - 1 for each in requests]
         rows = DecodeRows(
             keys=keys,
             starts=starts,
-            token_ids=np.fromiter(newest, np.int32, len(requests)),
+            token_ids=np.fromiter(newest, np.int32, len(requests)).reshape(-1, 1),
             block_tables=[each.blocks for each in requests],
         )
         self._requests, self._rows = requests, rows

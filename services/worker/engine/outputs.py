@@ -9,6 +9,7 @@ fast as a NamedTuple, whose building took more than all the scheduling of the ro
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -66,46 +67,49 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     draft_count: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeRows(msgspec.Struct, frozen=True, gc=False):
     """Rows that compute the newest token of their choice, one each, and sample the next: most rows of most steps.
 
-    By column, entry i of each is of row i: `starts` and `token_ids` (rows,) int32, the rest as in `ScheduledRequest`.
+    By column, entry i of each is of row i: `token_ids` (rows, 1) int32, the rest as in `ScheduledRequest`.
     """
 
-    keys: Sequence[RequestKey] = ()
-    starts: TokenArray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    token_ids: TokenArray = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    block_tables: Sequence[tuple[int, ...]] = ()
+    keys: Sequence[RequestKey]
+    starts: Sequence[int]
+    token_ids: TokenArray
+    block_tables: Sequence[tuple[int, ...]]
 
     def __len__(self) -> int:
         return len(self.keys)
 
 
-NO_DECODES = DecodeRows()
+NO_DECODES = DecodeRows((), (), np.empty((0, 1), dtype=np.int32), ())
 
 
 class StepRows(Sequence[ScheduledRequest]):
     """The rows of a step, `decodes` first, each made when it is looked at."""
 
-    __slots__ = ("_others", "decodes")
+    __slots__ = ("_count", "_others", "decodes")
 
     def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledRequest]) -> None:
         self.decodes = decodes
         self._others = others
+        self._count = len(decodes.keys) + len(others)
 
     def __len__(self) -> int:
-        return len(self.decodes) + len(self._others)
+        return self._count
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         columns = self.decodes
-        # Rows of a column of width 1 are the one-token arrays, made without an index each.
-        tokens = columns.token_ids.reshape(-1, 1)
-        for key, start, token_ids, table in zip(
-            columns.keys, columns.starts.tolist(), tokens, columns.block_tables, strict=True
-        ):
-            yield ScheduledRequest(key, start, token_ids, table, True)
-        yield from self._others
+        # No line of Python a row: steps have many rows, and each runner looks at all of them.
+        made = map(
+            ScheduledRequest,
+            columns.keys,
+            columns.starts,
+            columns.token_ids,
+            columns.block_tables,
+            itertools.repeat(True),
+        )
+        return itertools.chain(made, self._others)
 
     @overload
     def __getitem__(self, index: int) -> ScheduledRequest: ...
@@ -120,8 +124,9 @@ class StepRows(Sequence[ScheduledRequest]):
         columns = self.decodes
         if not 0 <= at < len(columns):
             return self._others[at - len(columns) if at >= 0 else index]
-        token_ids = columns.token_ids[at : at + 1]
-        return ScheduledRequest(columns.keys[at], int(columns.starts[at]), token_ids, columns.block_tables[at], True)
+        return ScheduledRequest(
+            columns.keys[at], columns.starts[at], columns.token_ids[at], columns.block_tables[at], True
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

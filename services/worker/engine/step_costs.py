@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 
 from services.worker.engine.outputs import EngineOutput, ModelRunnerOutput, SchedulerOutput
 from services.worker.engine.request import RequestKey
@@ -82,7 +81,8 @@ class StepCosts:
         self._keys: list[RequestKey] = []
         self._decoding: list[ChoiceCost] = []
         # What later steps of the same rows add to each of them: `_settle` does.
-        self._steps, self._shares, self._block_seconds = 0, 0.0, np.zeros(0)
+        self._steps, self._shares = 0, 0.0
+        self._block_seconds: list[float] = []
 
     def note(self, decision: SchedulerOutput, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]) -> None:
         """A step was computed. What was noted before and never taken is dropped."""
@@ -116,7 +116,10 @@ class StepCosts:
             self._weights.note(len(decodes), 0, seconds)
             self._steps += 1
             self._shares += seconds / len(decodes)
-            self._block_seconds += np.fromiter(map(len, decodes.block_tables), np.int64, len(decodes)) * seconds
+            self._block_seconds = [
+                held + len(table) * seconds
+                for held, table in zip(self._block_seconds, decodes.block_tables, strict=True)
+            ]
             return
         self._settle()
         rows = tuple(decision.scheduled)
@@ -136,7 +139,7 @@ class StepCosts:
         prefilled = total - decoded
         self._keys = keys if decoded == len(rows) and not prefilled else []
         self._decoding = costs if self._keys else []
-        self._block_seconds = np.zeros(len(self._keys))
+        self._block_seconds = [0.0] * len(self._keys)
         self._weights.note(decoded, prefilled, seconds)
         weight = self._weights.prefill_weight if prefilled and decoded else 1.0
         unit = seconds / (decoded + weight * prefilled)
@@ -158,11 +161,11 @@ class StepCosts:
         """Add to the costs what steps of the same rows left to add."""
         if not self._steps:
             return
-        for cost, block_seconds in zip(self._decoding, self._block_seconds.tolist(), strict=True):
+        for cost, block_seconds in zip(self._decoding, self._block_seconds, strict=True):
             cost.decode_token_count += self._steps
             cost.decode_seconds += self._shares
             cost.block_seconds += block_seconds
-        self._steps, self._shares, self._block_seconds = 0, 0.0, np.zeros(len(self._keys))
+        self._steps, self._shares, self._block_seconds = 0, 0.0, [0.0] * len(self._keys)
 
 
 _NOTHING = SchedulerOutput(0, (), ()), ModelRunnerOutput(())
