@@ -13,6 +13,7 @@ from services.worker.model_source import load_model
 from tests.helpers.four_services import running_services
 from tests.helpers.redis import RedisProcess
 from tests.helpers.transcripts import Transcript, stream_completion
+from tests.helpers.waiting import until
 from tests.integration.test_wrong_requests import HTTP, VOCAB, prefill_count
 
 pytestmark = [pytest.mark.fault, pytest.mark.model, pytest.mark.timeout(300)]
@@ -40,9 +41,7 @@ async def test_a_stream_of_a_model_is_the_same_among_wrong_requests_as_alone(
         alone = await stream_completion(services.client, CANARY)
         seen = Transcript()
         canary = asyncio.create_task(stream_completion(services.client, CANARY, seen=seen))
-        async with asyncio.timeout(60):
-            while not seen.text:
-                await asyncio.sleep(0.01)
+        await until(lambda: seen.text)
         prefilled = prefill_count(services)
         for wrong in itertools.cycle(HTTP):
             if canary.done() and sent >= len(HTTP):

@@ -126,13 +126,13 @@ def already_ended(request: Request) -> FinishReason | None:
     """Why a resumed choice has nothing left to do: what it received was complete."""
     if not request.num_output_tokens:
         return None
-    return finish_of(request, int(request.tokens(request.num_tokens - 1, request.num_tokens)[0]))
+    return finish_of(request, request.newest_token_id)
 
 
 def _stop_token(request: Request, finish: FinishReason | None) -> int | None:
     if finish is not FinishReason.STOP or not request.num_output_tokens:
         return None
-    newest = int(request.tokens(request.num_tokens - 1, request.num_tokens)[0])
+    newest = request.newest_token_id
     return newest if newest in request.stop_ids else None
 
 
