@@ -216,6 +216,8 @@ class ClaimLoop:
         full = len(self._submits) >= MAX_SUBMITS
         self._submits.remove(held)
         self._answered.set()
+        # Judged now: a worker that leaves later may come back with room for it.
+        held.unfit = outcome is Outcome.UNFIT and self._unfit_everywhere(held)
         if outcome in (Outcome.REFUSED, Outcome.UNFIT):
             self._waiting.append(held)
         else:
@@ -235,7 +237,7 @@ class ClaimLoop:
 
     async def _end_unfit(self) -> None:
         """Claims that every worker refused for good end here."""
-        for held in [held for held in self._waiting if held.unfit_reason and self._unfit_everywhere(held)]:
+        for held in [held for held in self._waiting if held.unfit]:
             with contextlib.suppress(StoreUnavailable):
                 if await self._dispatcher.fail(held):
                     self._drop(held)

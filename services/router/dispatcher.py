@@ -75,8 +75,9 @@ _UNFIT_CODES: Final = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HeldClaim:
-    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time.
-    `placing` says who computes the prompt of the try under way, `reserved` whose next room it waits for."""
+    """A claim in this router's hands. `excluded` workers refused it for good, `resting` ones until that time; `unfit`:
+    the last refusal left none to try. `placing` says who computes the prompt of the try under way, `reserved` whose
+    next room it waits for."""
 
     pool: Pool
     claim: Claimed
@@ -86,6 +87,7 @@ class HeldClaim:
     excluded: set[str] = dataclasses.field(default_factory=set)
     resting: dict[str, float] = dataclasses.field(default_factory=dict)
     unfit_reason: str = ""
+    unfit: bool = False
     placing: Placing | None = None
     reserved: Endpoint | None = None
 

@@ -206,6 +206,26 @@ async def test_a_request_that_fits_no_worker_ever_fails_unbilled(rig: Rig) -> No
     await until(lambda: app.claims.held_count == 0)
 
 
+async def test_a_request_that_fits_a_worker_which_restarts_waits_for_it(rig: Rig) -> None:
+    small, large = await rig.worker("worker-1", slots=9), await rig.worker("worker-2", slots=1)
+    small.refuse_with = worker_service_pb2.SUBMIT_REFUSAL_NEVER_FITS
+    large.running["other"] = 1
+    record = large.record
+    app = await rig.router()
+    await until(lambda: seen(app) == 2)
+    await rig.enqueue("r1")
+    await until(lambda: small.submits)
+
+    await large.kill()
+    await rig.store.deregister_worker(record)
+    await until(lambda: [e.instance for e in app.registry.endpoints()] == ["worker-1"])
+    await app.claims.step()
+    restarted = await rig.worker("worker-3")
+
+    await until(lambda: rig.all_owned(["r1"]))
+    assert set(restarted.running) == {"r1"}
+
+
 async def test_prompts_too_long_for_any_worker_eject_none(rig: Rig) -> None:
     workers = [await rig.worker(name, slots=64) for name in ("worker-1", "worker-2")]
     for worker in workers:
