@@ -30,7 +30,7 @@ TOKENS, BLOCK = 300, 16
 
 
 def slowly(_: SchedulerOutput) -> None:
-    time.sleep(0.01)
+    time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
