@@ -28,6 +28,7 @@ from services.worker.engine.request import RequestKey
 from tests.helpers.four_services import running_services
 from tests.helpers.redis import RedisProcess
 from tests.helpers.rollouts import NEW, OLD
+from tests.helpers.waiting import until
 from tests.helpers.worker import echo_config, scripted_echo
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
@@ -123,9 +124,7 @@ async def run_rollout(
             few = {"min_requests": 10.0, "min_to_fail": 5.0}
             routes = await begin_rollout(redis, shadow=SHARE, bake_s=bake_s, **few, **criteria)
             parts = services.gateway.back.parts
-            async with asyncio.timeout(20):
-                while not parts.routes.table.revision or not (OLD in parts.directory and NEW in parts.directory):
-                    await asyncio.sleep(0.05)
+            await until(lambda: parts.routes.table.revision and OLD in parts.directory and NEW in parts.directory)
             load, stop = Load(services.client), asyncio.Event()
             running = asyncio.create_task(load.run(stop))
             try:

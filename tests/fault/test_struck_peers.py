@@ -6,7 +6,6 @@ as large as a real model's; the echo model verifies each byte that it reads. `ST
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -28,8 +27,8 @@ from services.worker.runtime.transfers.nixl import nixl_module
 from tests.helpers.redis import RedisProcess, free_port
 from tests.helpers.struck_worker import Nursery, is_alive
 from tests.helpers.tcp_proxy import TcpProxy, tcp_proxy
-from tests.helpers.waiting import WAIT_S
-from tests.helpers.worker import GatewayClient, echo_tokens, entry, poll, submit_request
+from tests.helpers.waiting import WAIT_S, until
+from tests.helpers.worker import GatewayClient, echo_tokens, entry, submit_request
 
 TURNS = int(os.environ.get("STRUCK_TURNS", "2"))
 SEED = int(os.environ.get("NEMESIS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
@@ -65,7 +64,7 @@ class Worker:
         """It will stop at this point, once."""
         self.file.write_text(point)
         os.kill(self.pid, signal.SIGUSR1)
-        await poll(lambda: not self.file.exists())
+        await until(lambda: not self.file.exists())
 
     def is_stopped(self) -> bool:
         """It has come to the point."""
@@ -73,7 +72,7 @@ class Worker:
 
     async def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        await poll(lambda: not is_alive(self.pid))
+        await until(lambda: not is_alive(self.pid))
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -102,17 +101,13 @@ class Rig:
         worker = self.workers.get(name)
         if worker is None or not is_alive(worker.pid):
             worker = self.workers[name] = self._start(name)
-            async with asyncio.timeout(WAIT_S):
-                while not await self._is_ready(worker):
-                    await asyncio.sleep(0.02)
+            await until(lambda: self._is_ready(worker), every_s=0.02)
         return worker
 
     async def free(self, *workers: Worker) -> None:
         """Wait until they hold no block and no staging slot; their staging areas are whole all the while."""
-        async with asyncio.timeout(WAIT_S):
-            for worker in workers:
-                while await self._held(worker):
-                    await asyncio.sleep(0.02)
+        for worker in workers:
+            await until(lambda worker=worker: self._is_free(worker), every_s=0.02)
 
     async def note_fallbacks(self, worker: Worker) -> None:
         """Count what it computed itself though it had asked a peer."""
@@ -120,7 +115,7 @@ class Rig:
         for cause, count in re.findall(r'^millrace_prefill_fallbacks_total\{.*cause="(\w+)".*\} (\S+)$', text, re.M):
             self.fallbacks[cause] += round(float(count))
 
-    async def _held(self, worker: Worker) -> int:
+    async def _is_free(self, worker: Worker) -> bool:
         text = (await self.client.get(worker.metrics_url + "/metrics")).text
         blocks = [float(each) for each in re.findall(r"^millrace_kv_blocks_used\{.*\} (\S+)$", text, re.M)]
         slots = re.findall(r'^millrace_kv_staging_slots\{.*state="(\w+)".*\} (\S+)$', text, re.M)
@@ -128,7 +123,7 @@ class Rig:
         worker.slots = worker.slots or sum(by_state.values())
         assert len(blocks) == 1
         assert sum(by_state.values()) == worker.slots > 0
-        return round(sum(blocks)) + by_state["leased"] + by_state["quarantined"]
+        return blocks == [0] and by_state["leased"] + by_state["quarantined"] == 0
 
     async def _is_ready(self, worker: Worker) -> bool:
         assert is_alive(worker.pid), worker.file.with_name(worker.file.name + ".log").read_text()
@@ -212,7 +207,7 @@ async def strike(rig: Rig, gateway: GatewayClient, link: TcpProxy, turn: Turn) -
     before anybody came there.
     """
     owner = rig.workers[turn.owner]
-    await poll(lambda: owner.is_stopped() or gateway.is_finished(turn.work.request_id))
+    await until(lambda: owner.is_stopped() or gateway.is_finished(turn.work.request_id))
     if not owner.is_stopped():
         return False
     if turn.struck == "link":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -97,7 +99,10 @@ def test_a_new_setting_stays_with_a_worker_that_is_started_again(stack: Stack) -
 
     assert done.returncode == 0, done.stderr
     assert asyncio.run(baseline_blocks(stack)) != blocks
-    stack.signal("worker-2", 9)
+    old = stack.signal("worker-2", signal.SIGKILL)
+    asyncio.run(until(lambda: stack.state.processes["worker-2"] != old))
+    started = Path(f"/proc/{stack.state.processes['worker-2']}/environ").read_bytes()
+    assert b"num_blocks=100" in started
     assert asyncio.run(one_request(stack)) == "completed"
 
 

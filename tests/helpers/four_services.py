@@ -19,7 +19,7 @@ from services.usage.config import UsageConfig
 from services.worker import wiring as worker_wiring
 from services.worker.config import WorkerConfig
 from services.worker.model_source import LoadedModel
-from tests.helpers.waiting import WAIT_S
+from tests.helpers.waiting import WAIT_S, until
 
 KEY = "mr_test_0123456789abcdef0123456789abcdef"
 ADMIN_TOKEN = "mra_test_0123456789abcdef0123456789abcdef"
@@ -85,9 +85,11 @@ async def running_services(
         # As many connections at once as a test has streams; by itself the library takes a hundred.
         client = httpx.AsyncClient(base_url=url, headers=headers, timeout=WAIT_S, limits=httpx.Limits())
         await stack.enter_async_context(client)
-        async with asyncio.timeout(WAIT_S):
-            while not (await client.get("/v1/models")).is_success or not (await client.get("/readyz")).is_success:
-                await asyncio.sleep(0.05)
+
+        async def serves() -> bool:
+            return (await client.get("/v1/models")).is_success and (await client.get("/readyz")).is_success
+
+        await until(serves, every_s=0.02)
         yield FourServices(client, gateway, worker, usage, router, more)
 
 
@@ -95,10 +97,9 @@ async def ledger_row(client_id: str, database: Path) -> None:
     """Wait until the ledger has the row of this request."""
     import sqlite3
 
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            with contextlib.closing(sqlite3.connect(database)) as connection:
-                found = connection.execute("SELECT 1 FROM ledger WHERE request_id = ?", (client_id,)).fetchone()
-            if found:
-                return
-            await asyncio.sleep(0.05)
+    def found() -> bool:
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            row = connection.execute("SELECT 1 FROM ledger WHERE request_id = ?", (client_id,)).fetchone()
+        return row is not None
+
+    await until(found, every_s=0.05)

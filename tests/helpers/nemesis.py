@@ -23,6 +23,7 @@ from cli.stack_state import process_alive
 from services.common.grpc_client import open_channel
 from tests.helpers.stack import Stack, millrace
 from tests.helpers.transcripts import Transcript, stream_completion
+from tests.helpers.waiting import until
 
 SERVICES = ("gateway", "router", "worker-1", "worker-2", "usage", "redis")
 VOCAB = 32_000
@@ -101,9 +102,9 @@ class Nemesis:
         ours = os.fsencode(self._stack.home) in about or os.fsencode(redis_socket(self._stack)) in about
         return pid if process_alive(pid) and ours else None
 
-    def killed(self, prefix: str, since: float, until: float) -> bool:
+    def killed(self, prefix: str, since: float, before: float) -> bool:
         """Whether a service whose name starts so was killed in this span."""
-        return any(f.kind == "kill" and f.service.startswith(prefix) and since <= f.at <= until for f in self.faults)
+        return any(f.kind == "kill" and f.service.startswith(prefix) and since <= f.at <= before for f in self.faults)
 
     def lost_bill(self, billed: int, delivered: int, began: float, ended: float) -> bool:
         """Whether a stream whose gateway was killed may be billed so: up to a window of acks below what was delivered,
@@ -172,16 +173,12 @@ class Streams:
 
     async def wait_in_flight(self, count: int, within_s: float = 240.0) -> None:
         """Blocks until so many are in flight. Raises TimeoutError."""
-        async with asyncio.timeout(within_s):
-            while self.in_flight() < count:
-                await asyncio.sleep(0.1)
+        await until(lambda: self.in_flight() >= count, within_s=within_s)
 
     async def wait_ended(self, more: int, within_s: float = 240.0) -> None:
         """Blocks until so many more that were accepted have ended. Raises TimeoutError."""
-        until = len(self.accepted()) + more
-        async with asyncio.timeout(within_s):
-            while len(self.accepted()) < until:
-                await asyncio.sleep(0.1)
+        enough = len(self.accepted()) + more
+        await until(lambda: len(self.accepted()) >= enough, every_s=0.1, within_s=within_s)
 
     def accepted(self) -> list[Attempt]:
         """What has ended and was not refused."""

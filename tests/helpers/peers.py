@@ -14,12 +14,11 @@ from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import EngineStats, SchedulerOutput
 from services.worker.model_source import LoadedModel
 from tests.helpers.tcp_proxy import TcpProxy, tcp_proxy
-from tests.helpers.waiting import WAIT_S
+from tests.helpers.waiting import WAIT_S, until
 from tests.helpers.worker import (
     GatewayClient,
     WorkerRig,
     echo_config,
-    poll,
     running_worker,
     scripted_echo,
     submit_request,
@@ -49,9 +48,9 @@ class Pair:
     async def assert_nothing_is_held(self) -> None:
         """Every block, slot and session is free again, on both sides."""
         for rig in (self.prefill, self.decode):
-            await poll(lambda rig=rig: stats_of(rig).held_block_count == 0)
+            await until(lambda rig=rig: stats_of(rig).held_block_count == 0)
             assert rig.app.parts.board.prefill_count == 0
-        await poll(lambda: staging(self.decode) == {"free": free_slots(self.decode), "leased": 0, "quarantined": 0})
+        await until(lambda: staging(self.decode) == {"free": free_slots(self.decode), "leased": 0, "quarantined": 0})
 
 
 def stats_of(rig: WorkerRig) -> EngineStats:
@@ -120,7 +119,7 @@ async def pair_of_workers(
         tcp_proxy(p.app.address) as link,
     ):
         gateway = await d.gateway()
-        await poll(lambda: d.app.parts.table.is_attached("gateway-1"))
+        await until(lambda: d.app.parts.table.is_attached("gateway-1"))
         yield Pair(p, d, gateway, link)
         await gateway.close()
     p.app.parts.engine.check_invariants()

@@ -27,11 +27,6 @@ from services.worker.wiring import WorkerApp, build
 from tests.helpers.waiting import WAIT_S, until
 
 
-async def poll(condition: Callable[[], object]) -> None:
-    """Ask until the condition holds: the worker under test has no signal for what tests look at."""
-    await until(condition, every_s=0.002)
-
-
 class RememberingStore:
     """The worker's part of the admission store, without Redis."""
 
@@ -291,7 +286,7 @@ class WorkerRig:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds."""
-        await poll(condition)
+        await until(condition)
 
     def assert_engine_empty(self) -> None:
         """Nothing is held anywhere; only after the app was stopped."""

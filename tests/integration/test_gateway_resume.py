@@ -28,7 +28,7 @@ from services.worker.wiring import build as build_worker
 from tests.helpers.gateway import KEY, POOL, FakeRouter
 from tests.helpers.redis import RedisProcess, usage_events
 from tests.helpers.resuming import Resumed, stream_with_cuts
-from tests.helpers.waiting import WAIT_S
+from tests.helpers.waiting import WAIT_S, until
 from tests.helpers.worker import echo_config, echo_tokens
 
 SECRETS = {"mr_test_secret": KEY, "mr_other": KeyRecord("key-2", "other", "", (), 1.0, QuotaLimits())}
@@ -79,9 +79,7 @@ async def pair(redis_server: RedisProcess, redis_client: aioredis.Redis, tmp_pat
             client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{app.http_port}", headers=headers, timeout=WAIT_S)
             clients.append(await stack.enter_async_context(client))
             apps.append(app)
-        async with asyncio.timeout(WAIT_S):
-            while not all(app.back.ready() for app in apps):
-                await asyncio.sleep(0.02)
+        await until(lambda: all(app.back.ready() for app in apps))
         yield Pair(apps, clients, redis_client)
 
 

@@ -18,7 +18,8 @@ from services.worker.service import ServedModel
 from tests.helpers.grammar_model import closing_bias, grammar_compiler, tiny_model
 from tests.helpers.model import CONTEXT, ModelRig
 from tests.helpers.peers import fallbacks, pair_of_workers, peer_config
-from tests.helpers.worker import GatewayClient, echo_config, entry, poll, running_worker
+from tests.helpers.waiting import until
+from tests.helpers.worker import GatewayClient, echo_config, entry, running_worker
 
 pytestmark = pytest.mark.model
 KINDS = ("greedy", "seeded", "chunked", "cached", "guided", "choices")
@@ -98,7 +99,7 @@ async def aggregated(requests: Sequence[admission_pb2.AdmissionEntry]) -> Answer
     config = echo_config(**ROOM)
     async with running_worker(config=config, model=computed_model(config)) as rig:
         gateway = await rig.gateway()
-        await poll(lambda: rig.app.parts.table.is_attached("gateway-1"))
+        await until(lambda: rig.app.parts.table.is_attached("gateway-1"))
         await in_waves(gateway, requests, gateway.submit)
         await gateway.close()
     return taken(gateway, requests)

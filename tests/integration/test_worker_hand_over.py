@@ -18,8 +18,8 @@ from tests.helpers.four_services import FourServices, running_services
 from tests.helpers.peers import Pair, fallbacks, pair_of_workers, peer_config, stats_of
 from tests.helpers.redis import RedisProcess
 from tests.helpers.transcripts import ECHO_TOKEN
-from tests.helpers.waiting import WAIT_S
-from tests.helpers.worker import GatewayClient, RememberingStore, WorkerRig, echo_tokens, entry, poll
+from tests.helpers.waiting import WAIT_S, until
+from tests.helpers.worker import GatewayClient, RememberingStore, WorkerRig, echo_tokens, entry
 
 pytestmark = pytest.mark.fault
 
@@ -51,7 +51,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
 async def running(pair: Pair, works: list[admission_pb2.AdmissionEntry]) -> GatewayClient:
     """The gateway at the leaving worker, once each request has some tokens."""
     gateway = await pair.prefill.gateway()
-    await poll(lambda: pair.prefill.app.parts.table.is_attached("gateway-1"))
+    await until(lambda: pair.prefill.app.parts.table.is_attached("gateway-1"))
     for work in works:
         assert (await gateway.submit(work)).accepted
     await gateway.until(lambda: all(len(gateway.of(work.request_id).tokens.get(0, ())) >= 20 for work in works))
@@ -174,7 +174,7 @@ async def test_streams_of_a_drained_worker_go_on_from_its_blocks(redis_server: R
     async with running_services(redis_server.url, tmp_path, worker_config=config, others=[(config, None)]) as services:
         seen: list[list[int]] = [[] for _ in range(6)]
         tasks = [asyncio.create_task(streamed(services, f"{n} " * 90, each)) for n, each in enumerate(seen)]
-        await poll(lambda: all(len(each) >= 20 for each in seen))
+        await until(lambda: all(len(each) >= 20 for each in seen))
         handed_over = len(services.worker.parts.table.unfinished())
         async with asyncio.timeout(WAIT_S):
             await services.worker.drain(WAIT_S)

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from services.worker.config import EngineSettings, WorkerConfig
 from services.worker.model_source import load_model
 from services.worker.wiring import build
-from tests.helpers.waiting import WAIT_S
-from tests.helpers.worker import GatewayClient, RememberingStore, entry, poll
+from tests.helpers.waiting import WAIT_S, until
+from tests.helpers.worker import GatewayClient, RememberingStore, entry
 
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -24,7 +24,7 @@ async def test_the_embedded_model_answers_with_paris_through_the_worker() -> Non
     app = build(config, store=RememberingStore(), model=load_model(config))  # type: ignore[arg-type]
     await app.start()
     gateway = await GatewayClient(app.address).attach()
-    await poll(lambda: app.parts.table.is_attached("gateway-1"))
+    await until(lambda: app.parts.table.is_attached("gateway-1"))
 
     card = (await gateway.stub.GetModelCard(pb.GetModelCardRequest(), timeout=WAIT_S)).card
     data = b"".join([m.chunk async for m in gateway.stub.GetTokenizer(pb.GetTokenizerRequest())])

@@ -19,8 +19,8 @@ from services.worker.config import WorkerConfig, WorkerRole
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.runtime.transfers import grpc_stream
 from tests.helpers.peers import Pair, fallbacks, metric, pair_of_workers, peer_config
-from tests.helpers.waiting import WAIT_S
-from tests.helpers.worker import Gate, echo_tokens, entry, poll
+from tests.helpers.waiting import WAIT_S, until
+from tests.helpers.worker import Gate, echo_tokens, entry
 
 PROMPT = list(range(100, 100 + 150))  # nine full blocks of 16 tokens, and six tokens more
 SHORT_LEASE_MS = 300
@@ -92,7 +92,7 @@ async def test_blocks_come_while_the_rest_is_computed() -> None:
 
     async with pair_of_workers(prefill_steps=hold_the_third_chunk) as pair:
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(lambda: pair.decode_stats().transfer.imported_block_total == 4)
+        await until(lambda: pair.decode_stats().transfer.imported_block_total == 4)
         assert gate.held.is_set()
         assert pair.prefill.app.parts.board.snapshot().free_slot_count == 31
 
@@ -156,7 +156,7 @@ async def test_a_draining_peer_refuses_and_ends_what_it_has_in_hand() -> None:
     async with pair_of_workers(prefill_steps=gate) as pair:
         gate.open.clear()
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(lambda: pair.prefill.app.parts.board.prefill_count == 1)
+        await until(lambda: pair.prefill.app.parts.board.prefill_count == 1)
 
         pair.prefill.app.begin_drain(60.0)
         await pair.submit(entry("r2", prompt=PROMPT[::-1], max_tokens=12))
@@ -180,7 +180,7 @@ async def test_a_full_peer_has_no_room() -> None:
     async with pair_of_workers(prefill=prefill, prefill_steps=gate) as pair:
         gate.open.clear()
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(lambda: pair.prefill.app.parts.board.prefill_count == 1)
+        await until(lambda: pair.prefill.app.parts.board.prefill_count == 1)
 
         await pair.submit(entry("r2", prompt=PROMPT[::-1], max_tokens=12))
         await answered_alone_while_held(pair, "r2")
@@ -197,7 +197,7 @@ async def test_slots_are_bounded_and_who_gets_none_computes_alone() -> None:
     async with pair_of_workers(decode=decode, prefill_steps=gate) as pair:
         gate.open.clear()
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(lambda: metric(pair.decode, "millrace_kv_staging_slots", state="leased") == 4)
+        await until(lambda: metric(pair.decode, "millrace_kv_staging_slots", state="leased") == 4)
 
         await pair.submit(entry("r2", prompt=PROMPT[::-1], max_tokens=12))
         await answered_alone_while_held(pair, "r2")
@@ -231,7 +231,7 @@ async def test_a_link_that_breaks_under_way_frees_both_sides(fault: str, blocks:
 
     async with pair_of_workers(decode=DECODE, prefill_steps=hold) as pair:
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(lambda: gate.held.is_set() and pair.decode_stats().transfer.imported_block_total == blocks)
+        await until(lambda: gate.held.is_set() and pair.decode_stats().transfer.imported_block_total == blocks)
 
         pair.link.strike(fault)
         gate.open.set()
@@ -244,7 +244,7 @@ async def test_what_passes_late_changes_nothing() -> None:
     async with pair_of_workers(decode=DECODE, prefill_steps=gate) as pair:
         gate.open.clear()
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(gate.held.is_set)
+        await until(gate.held.is_set)
         pair.link.strike("silence")
         await pair.gateway.finished("r1")
         gate.open.set()
@@ -269,12 +269,12 @@ async def test_a_cancel_stops_the_peer_at_once(chunk: int) -> None:
 
     async with pair_of_workers(prefill_steps=hold) as pair:
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(gate.held.is_set)
+        await until(gate.held.is_set)
         steps = gate.steps
 
         pair.gateway.cancel("r1")
         await pair.gateway.finished("r1")
-        await poll(lambda: pair.prefill.app.parts.board.prefill_count == 0)
+        await until(lambda: pair.prefill.app.parts.board.prefill_count == 0)
         gate.open.set()
         await pair.assert_nothing_is_held()
 
@@ -300,10 +300,10 @@ async def test_a_newer_attempt_takes_over_and_the_older_call_ends() -> None:
     async with pair_of_workers(prefill_steps=gate) as pair:
         gate.open.clear()
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(gate.held.is_set)
+        await until(gate.held.is_set)
 
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12), epoch=512)
-        await poll(lambda: pair.prefill.app.parts.board.prefill_count == 1)
+        await until(lambda: pair.prefill.app.parts.board.prefill_count == 1)
         gate.open.set()
         await pair.gateway.finished("r1")
 

@@ -12,7 +12,8 @@ from services.worker.engine.outputs import SchedulerOutput
 from services.worker.kv_transport import TransferError
 from services.worker.runtime.transfers.nixl import NixlTransfer, nixl_module
 from tests.helpers.peers import Pair, fallbacks, metric, pair_of_workers, peer_config
-from tests.helpers.worker import Gate, echo_tokens, entry, poll
+from tests.helpers.waiting import until
+from tests.helpers.worker import Gate, echo_tokens, entry
 
 pytestmark = pytest.mark.skipif(nixl_module() is None, reason="the extra `transfer` is not installed")
 PROMPT = list(range(100, 100 + 150))
@@ -61,10 +62,10 @@ async def test_a_cancelled_request_frees_its_slots_once_the_peer_has_said_so() -
     hold = hold_second_chunk(gate)
     async with pair_of_workers(prefill=PREFILL, decode=DECODE, prefill_steps=hold) as pair:  # type: ignore[arg-type]
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(gate.held.is_set)
+        await until(gate.held.is_set)
 
         pair.gateway.cancel("r1")
-        await poll(lambda: pair.prefill.app.parts.board.prefill_count == 0)
+        await until(lambda: pair.prefill.app.parts.board.prefill_count == 0)
         gate.open.set()
         await pair.assert_nothing_is_held()
 
@@ -89,10 +90,10 @@ async def test_slots_of_a_silent_peer_are_quarantined_until_it_is_cut_off(
     hold = hold_second_chunk(gate)
     async with pair_of_workers(prefill=PREFILL, decode=DECODE, prefill_steps=hold) as pair:  # type: ignore[arg-type]
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
-        await poll(lambda: gate.held.is_set() and pair.decode_stats().transfer.imported_block_total == 2)
+        await until(lambda: gate.held.is_set() and pair.decode_stats().transfer.imported_block_total == 2)
         pair.link.strike("silence")
         await pair.gateway.finished("r1")
-        await poll(lambda: metric(pair.decode, "millrace_kv_staging_slots", state="quarantined") > 0)
+        await until(lambda: metric(pair.decode, "millrace_kv_staging_slots", state="quarantined") > 0)
 
         # What the peer still writes meets a closed agent; who comes next finds clean slots.
         gate.open.set()

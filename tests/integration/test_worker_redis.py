@@ -10,7 +10,8 @@ from services.common.admission_types import Ownership, Pool, PoolCaps, Queued, R
 from services.common.clock import SystemClock
 from services.worker.terminals import TerminalWriter, gateway_lost_terminal
 from tests.helpers.redis import RedisProcess, usage_events
-from tests.helpers.worker import echo_config, entry, poll, running_worker
+from tests.helpers.waiting import until
+from tests.helpers.worker import echo_config, entry, running_worker
 
 POOL = Pool("echo")
 
@@ -47,7 +48,7 @@ async def test_a_lost_gateways_request_ends_once_with_its_acknowledged_tokens(
     work = entry("r1", max_tokens=400)
     async with running_worker(config=echo_config(step_ms=5), clock=clock, store=store) as rig:
         gateway = await rig.gateway()
-        await poll(lambda: rig.app.parts.table.is_attached("gateway-1"))
+        await until(lambda: rig.app.parts.table.is_attached("gateway-1"))
         assert isinstance(await store.enqueue(POOL, work, PoolCaps()), Queued)
         claimed = (await store.claim(POOL, "router-1", 1))[0]
         epoch = claimed.claim_number << 8
@@ -56,13 +57,13 @@ async def test_a_lost_gateways_request_ends_once_with_its_acknowledged_tokens(
         await gateway.until(lambda: len(gateway.of("r1").tokens.get(0, [])) >= 4)
         stream = rig.app.parts.table.get("r1")
         assert stream is not None
-        await poll(lambda: stream.delivered_counts()[0] >= 4)
+        await until(lambda: stream.delivered_counts()[0] >= 4)
 
         await gateway.hang_up()
-        await poll(lambda: not rig.app.parts.table.is_attached("gateway-1"))
+        await until(lambda: not rig.app.parts.table.is_attached("gateway-1"))
         acked = stream.delivered_counts()[0]
         clock.ahead = 5.1
-        await poll(lambda: rig.app.parts.table.get("r1") is None and len(rig.app.parts.terminals) == 0)
+        await until(lambda: rig.app.parts.table.get("r1") is None and len(rig.app.parts.terminals) == 0)
 
         (record,) = await store.read_requests(POOL, ["r1"])
         assert record is not None

@@ -20,8 +20,7 @@ from services.worker.engine.request import EngineRequest, FinishReason, Sampling
 from services.worker.engine_loop import STALE_FLOOR_S, STALE_STEPS, EngineLoop, LoopReport
 from services.worker.requests import Abort
 from tests.helpers.fake_clock import FakeClock
-from tests.helpers.waiting import WAIT_S
-from tests.helpers.worker import poll
+from tests.helpers.waiting import WAIT_S, until
 
 SPEC = RunnerSpec(1_000, 256, 16, 64, frozenset(), True)
 
@@ -175,7 +174,7 @@ async def test_age_grows_only_while_there_is_work_and_the_engine_stands() -> Non
     await rig.until(lambda: rig.finished("r1") is not None)
     rig.gate.clear()
     rig.loop.submit(request("r2"))
-    await poll(lambda: rig.loop.progress_age() is not None)
+    await until(lambda: rig.loop.progress_age() is not None)
 
     clock.jump(STALE_FLOOR_S)
     at_limit = rig.loop.healthy()
@@ -200,7 +199,7 @@ async def test_a_slow_model_may_take_ten_times_its_mean_step() -> None:
     rig.gate.clear()
     rig.before = lambda: None
     rig.loop.submit(request("r2"))
-    await poll(lambda: rig.loop.progress_age() is not None)
+    await until(lambda: rig.loop.progress_age() is not None)
 
     clock.jump(STALE_STEPS * 2.0 - 0.5)
     within = rig.loop.healthy()
@@ -219,7 +218,7 @@ async def test_an_idle_engine_keeps_beating() -> None:
     rig.start()
 
     clock.jump(100.0)
-    await poll(rig.loop.healthy)
+    await until(rig.loop.healthy)
 
     assert rig.loop.progress_age() is None
     await rig.loop.stop()
