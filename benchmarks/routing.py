@@ -1,9 +1,10 @@
 """Prefix routing beside round robin and least-loaded: hit rate and time to the first token, also across a scale-out.
 
 Simulated workers over the real policy, the real scheduler, block pool and prefix cache; only the computing is a
-formula (`STEP_S` and `TOKEN_S`), so a run says the same on every machine. Eight tenants ask with a shared prefix each,
-some more than others. Halfway through the `2 → 4` runs two empty workers join. Prints a table and writes
-`benchmarks/results/routing.json` and `.md`. Never run by tests.
+formula (`STEP_S` and `TOKEN_S`), so a run says the same on every machine. Eight tenants ask with one of four shared
+prefixes each, some more than others: two workers can keep all prefixes between them, none can alone. Halfway through
+the `2 → 4` runs two empty workers join. Prints a table and writes `benchmarks/results/routing.json` and `.md`. Never
+run by tests.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ BLOCK_SIZE = 16
 STEP_S = 0.010
 TOKEN_S = 0.000_25
 TENANTS = 8
+PREFIXES = 4
 SHARED_TOKENS = 1_024
 OWN_TOKENS = 64
 OUTPUT_TOKENS = 32
 SLOTS = 16
-# The shared prefixes of all tenants take 512 blocks: no worker can keep them all.
-BLOCKS = 480
+# The shared prefixes of all tenants take 2,048 blocks: no worker can keep them all; two can, beside what is a prompt's
+# own.
+BLOCKS = 1_536
 WATCH_S = 0.05
 POLICIES = ("round robin", "least loaded", "prefix")
 
@@ -62,11 +65,14 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """`hit_rate` is the share of prompt tokens that came from a cache; times in milliseconds."""
+    """`hit_rate` is the share of prompt tokens that came from a cache, `late_hit_rate` that of the second half alone;
+    `most_to_mean` is of the requests that workers got in the second half; times in milliseconds."""
 
     workers: str
     policy: str
     hit_rate: float
+    late_hit_rate: float
+    most_to_mean: float
     ttft_p50_ms: float
     ttft_p95_ms: float
     ttft_mean_ms: float
@@ -84,6 +90,7 @@ class Worker:
         record = WorkerRecord(f"worker-{number}", "", "bench", "1", Pool("bench"), "aggregated")
         self.endpoint = Endpoint(record)
         self.running = 0
+        self.taken = 0
         self.free_at = 0.0
         self._prefixes = prefixes
 
@@ -118,6 +125,12 @@ class Worker:
         self.engine.add_request(request, now=now)
         self.endpoint.accepted(arrival.request_id, now)
         self.running += 1
+        self.taken += 1
+
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Prompt tokens that came from the cache so far, and those of all prompts."""
+        stats = self.engine.stats(self.free_at)
+        return stats.prefix_hit_token_total, stats.prefix_query_token_total
 
     def step(self, now: float) -> list[tuple[str, float]]:
         """One step; returns (request, time) of the first tokens it gave."""
@@ -132,9 +145,9 @@ class Worker:
 
 
 def arrivals(requests: int, *, per_second: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals; tenant k asks in proportion to 1 / (k + 1)."""
+    """Poisson arrivals; tenant k asks in proportion to 1 / (k + 1), with each of its prefixes as often."""
     rng = random.Random(seed)
-    shared = [[rng.randrange(32_000) for _ in range(SHARED_TOKENS)] for _ in range(TENANTS)]
+    shared = [[rng.randrange(32_000) for _ in range(SHARED_TOKENS)] for _ in range(TENANTS * PREFIXES)]
     roots = [
         root_hash(model_version="bench@1", adapter_digest=b"", tenant_salt=f"t{k}".encode()) for k in range(TENANTS)
     ]
@@ -143,7 +156,7 @@ def arrivals(requests: int, *, per_second: float, seed: int) -> list[Arrival]:
     for number in range(requests):
         at += rng.expovariate(per_second)
         [k] = rng.choices(range(TENANTS), weights)
-        prompt = (*shared[k], *(rng.randrange(32_000) for _ in range(OWN_TOKENS)))
+        prompt = (*shared[k * PREFIXES + rng.randrange(PREFIXES)], *(rng.randrange(32_000) for _ in range(OWN_TOKENS)))
         hashes = tuple(truncated(h) for h in chain_hashes(roots[k], pack_tokens(prompt), block_size=BLOCK_SIZE))
         made.append(Arrival(at, f"r{number}", f"t{k}", prompt, hashes))
     return made
@@ -173,8 +186,22 @@ class Router:
         return chosen
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Done:
+    """What the workers have done so far."""
+
+    hits: int
+    queries: int
+    taken: tuple[int, ...]
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker]) -> _Done:
+        tokens = [worker.prefix_tokens() for worker in workers]
+        return cls(sum(hit for hit, _ in tokens), sum(asked for _, asked in tokens), tuple(w.taken for w in workers))
+
+
 def simulate(policy: str, load: Sequence[Arrival], *, start: int, end: int) -> Result:
-    """Run all arrivals; the pool grows from `start` to `end` workers at half of the time."""
+    """Run all arrivals; the pool grows from `start` to `end` workers at half of the requests."""
     prefixes = PrefixIndex()
     workers = [Worker(number, prefixes) for number in range(start)]
     router = Router(policy, prefixes)
@@ -182,10 +209,12 @@ def simulate(policy: str, load: Sequence[Arrival], *, start: int, end: int) -> R
     waiting: list[Arrival] = []
     ttft: list[float] = []
     now, watched, upcoming = 0.0, -WATCH_S, list(reversed(load))
+    half: _Done | None = None
     while upcoming or waiting or any(w.engine.has_work() for w in workers):
-        if len(workers) < end and now >= load[len(load) // 2].at:
+        if half is None and now >= load[len(load) // 2].at:
             workers += [Worker(number, prefixes) for number in range(start, end)]
             watched = -WATCH_S
+            half = _Done.of(workers)
         if now - watched >= WATCH_S:
             watched = now
             for worker in workers:
@@ -202,13 +231,16 @@ def simulate(policy: str, load: Sequence[Arrival], *, start: int, end: int) -> R
             if worker.free_at <= now and worker.engine.has_work():
                 ttft += [at - asked[request_id] for request_id, at in worker.step(now)]
         now += 0.002
-    stats = [worker.engine.stats(now) for worker in workers]
-    hits, queries = sum(s.prefix_hit_token_total for s in stats), sum(s.prefix_query_token_total for s in stats)
+    assert half is not None
+    whole = _Done.of(workers)
+    taken = [late - early for late, early in zip(whole.taken, half.taken, strict=True)]
     ttft.sort()
     return Result(
         workers=f"{start}" if start == end else f"{start} → {end}",
         policy=policy,
-        hit_rate=round(hits / queries, 3),
+        hit_rate=round(whole.hits / whole.queries, 3),
+        late_hit_rate=round((whole.hits - half.hits) / (whole.queries - half.queries), 3),
+        most_to_mean=round(max(taken) * len(taken) / sum(taken), 2),
         ttft_p50_ms=round(statistics.median(ttft) * 1000, 1),
         ttft_p95_ms=round(ttft[int(len(ttft) * 0.95)] * 1000, 1),
         ttft_mean_ms=round(statistics.fmean(ttft) * 1000, 1),
@@ -217,7 +249,7 @@ def simulate(policy: str, load: Sequence[Arrival], *, start: int, end: int) -> R
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--requests", type=int, default=1_000)
     parser.add_argument("--per-second", type=float, default=10.0, help="mean rate of arrivals")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -232,6 +264,7 @@ def main() -> None:
     config = {
         **vars(arguments),
         "tenants": TENANTS,
+        "prefixes_per_tenant": PREFIXES,
         "shared_tokens": SHARED_TOKENS,
         "own_tokens": OWN_TOKENS,
         "output_tokens": OUTPUT_TOKENS,
@@ -240,7 +273,8 @@ def main() -> None:
         "blocks": BLOCKS,
         "slots": SLOTS,
     }
-    (RESULTS / "routing.md").write_text(f"# Routing\n\n`python -m benchmarks.routing`\n\n{table}\n")
+    said = ", ".join(f"{name} {value}" for name, value in config.items())
+    (RESULTS / "routing.md").write_text(f"# Routing\n\n`python -m benchmarks.routing`: {said}\n\n{table}\n")
     print(save("routing", config, [dataclasses.asdict(each) for each in results]))
 
 

@@ -156,6 +156,11 @@ class Endpoint:
         return (self.view.in_flight_count if self.view is not None else 0) + len(self._debits)
 
     @property
+    def slot_count(self) -> int:
+        """Requests that its batch holds at most, as far as the view shows; 0 while there is none."""
+        return self.view.free_slot_count + self.view.in_flight_count if self.view is not None else 0
+
+    @property
     def token_load(self) -> int:
         """Tokens that it has still to compute, those of requests that the view does not show yet included."""
         backlog = max(0, self.view.backlog_token_count) if self.view is not None else 0

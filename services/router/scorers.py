@@ -13,8 +13,10 @@ LoadScorer = Callable[[Endpoint, float], float]
 _BACKLOG_HALF_TOKENS = 2_048
 # Affinity yields on a worker that would have more than this many times the mean of the pool …
 YIELD_FACTOR = 1.25
-# … but not before it has so much that the mean says nothing.
+# … but not before its batch is so full, or it has so many tokens to compute, that waiting there costs more than
+# computing a prefix anew, which also drives another prefix out of the cache of the one that does.
 _YIELD_REQUESTS = 2
+_YIELD_BATCH_SHARE = 0.25
 _YIELD_TOKENS = 4_096
 
 
@@ -61,7 +63,8 @@ class PrefixAffinity:
 
     def yields(self, endpoint: Endpoint) -> bool:
         """One request more here would be too many for the sake of a prefix."""
-        return endpoint.load + 1 > self._most_requests or endpoint.token_load > self._most_tokens
+        most_requests = max(self._most_requests, _YIELD_BATCH_SHARE * endpoint.slot_count)
+        return endpoint.load + 1 > most_requests or endpoint.token_load > self._most_tokens
 
 
 LOAD_SCORERS: Final[tuple[tuple[LoadScorer, float], ...]] = ((least_loaded, 1.0), (short_backlog, 0.5))

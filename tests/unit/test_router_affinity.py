@@ -119,6 +119,21 @@ def test_affinity_yields_to_the_backlog_of_tokens_as_well() -> None:
     assert policy.choose(asking("r1", *PREFIX), Roster([holder, other]), 0.0) is other
 
 
+def test_affinity_stands_while_the_batch_is_nearly_empty_though_all_others_are_idle() -> None:
+    index = PrefixIndex()
+    policy = RoutingPolicy(random.Random(1), index)
+    other = make_endpoint("other", view=make_view(slots=64))
+    index.replace("holder", PREFIX)
+
+    def choose(in_flight: int) -> str:
+        holder = make_endpoint("holder", view=make_view(slots=64 - in_flight, in_flight=in_flight))
+        chosen = policy.choose(asking("r1", *PREFIX), Roster([holder, other]), 0.0)
+        assert chosen is not None
+        return chosen.instance
+
+    assert [choose(in_flight) for in_flight in (3, 15, 16)] == ["holder", "holder", "other"]
+
+
 def test_no_worker_gets_more_than_half_above_the_mean_however_skewed_the_prefixes_are() -> None:
     policy = RoutingPolicy(random.Random(7))
     rng = random.Random(11)
