@@ -78,7 +78,7 @@ def _attempt(event: usage_event_pb2.AttemptEvent) -> tuple[Value, ...]:
         event.rejected_draft_token_count,
         event.block_milliseconds,
     )
-    ranges = [(each.choice, each.start_index, each.end_index) for each in event.choices]
+    ranges = [(each.choice, each.start_index, each.end_index) for each in event.choices[:]]
     if min(counts) < 0 or any(choice < 0 or not 0 <= start <= end for choice, start, end in ranges):
         raise PoisonEvent("an attempt has a negative count")
     return (

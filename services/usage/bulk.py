@@ -1,4 +1,4 @@
-"""Many rows at once, by the fastest way of each database: COPY on PostgreSQL, `executemany` on SQLite.
+"""Many rows at once, by the fastest way of each database: binary COPY on PostgreSQL, `executemany` on SQLite.
 
 Speaks to the drivers underneath SQLAlchemy, whose per-row costs are most of an insert's; their errors leave as
 SQLAlchemy's. Knows tables and columns, no meaning. Functions block; called inside a transaction of `Store`.
@@ -29,13 +29,30 @@ def insert_rows(
         return
     names = ", ".join(f'"{name}"' for name in columns)
     if connection.dialect.name == "postgresql":
-        with _raw_cursor(connection) as cursor, cursor.copy(f"COPY {table.name} ({names}) FROM STDIN") as copy:
-            for row in rows:
-                copy.write_row(row)
+        _copy(connection, table, columns, rows, f"COPY {table.name} ({names}) FROM STDIN (FORMAT BINARY)")
         return
     marks = ", ".join("?" * len(columns))
     statement = f"INSERT INTO {table.name} ({names}) VALUES ({marks})"  # noqa: S608 - names of our own schema
     connection.exec_driver_sql(statement, [tuple(map(_sqlite_value, row)) for row in rows])
+
+
+def _copy(
+    connection: sa.Connection, table: sa.Table, columns: Sequence[str], rows: Sequence[Sequence[object]], statement: str
+) -> None:
+    kinds = [_kind(connection, table, name) for name in columns]
+    documents = [place for place, kind in enumerate(kinds) if kind == "jsonb"]
+    with _raw_cursor(connection) as cursor, cursor.copy(statement) as copy:
+        # A document goes as text behind the version of its binary form: the driver would parse what it is given.
+        copy.set_types(["text" if kind == "jsonb" else kind for kind in kinds])
+        for row in rows:
+            values = list(row)
+            for place in documents:
+                values[place] = f"\x01{values[place]}"
+            copy.write_row(values)
+
+
+def _kind(connection: sa.Connection, table: sa.Table, name: str) -> str:
+    return table.c[name].type.compile(connection.dialect).partition(" COLLATE")[0].lower()
 
 
 def known_values(connection: sa.Connection, column: sa.Column[str], values: Sequence[str]) -> set[str]:
@@ -71,16 +88,27 @@ def insert_missing(
     connection: sa.Connection, table: sa.Table, columns: Sequence[str], rows: Sequence[Sequence[object]]
 ) -> None:
     """As `insert_rows`, but a row whose key is there already, or comes twice, changes nothing."""
-    if rows:
+    if not rows:
+        return
+    if connection.dialect.name != "postgresql":
         _insert_or(connection, table, columns, rows, "ON CONFLICT DO NOTHING")
+        return
+    # COPY knows no ON CONFLICT. The table in between is emptied by the move (a transaction may come here again) and by
+    # each commit.
+    names, waiting = ", ".join(columns), f"{table.name}_waiting"
+    create = f"CREATE TEMPORARY TABLE IF NOT EXISTS {waiting} (LIKE {table.name}) ON COMMIT DELETE ROWS"
+    connection.exec_driver_sql(create)
+    _copy(connection, table, columns, rows, f"COPY {waiting} ({names}) FROM STDIN (FORMAT BINARY)")
+    moved = f"WITH moved AS (DELETE FROM {waiting} RETURNING {names})"  # noqa: S608 - names of our own schema
+    move = f"{moved} INSERT INTO {table.name} ({names}) SELECT * FROM moved ON CONFLICT DO NOTHING"  # noqa: S608
+    connection.exec_driver_sql(move)
 
 
 def _insert_or(
     connection: sa.Connection, table: sa.Table, names: Sequence[str], rows: Sequence[Sequence[object]], tail: str
 ) -> None:
     if connection.dialect.name == "postgresql":
-        kinds = [table.c[name].type.compile(connection.dialect).partition(" COLLATE")[0] for name in names]
-        arrays = ", ".join(f"%s::{kind}[]" for kind in kinds)
+        arrays = ", ".join(f"%s::{_kind(connection, table, name)}[]" for name in names)
         values = f"SELECT * FROM unnest({arrays})"  # noqa: S608 - names of our own schema
         parameters: Any = tuple(list(column) for column in zip(*rows, strict=True))
     else:

@@ -91,9 +91,11 @@ def parse_event(raw: bytes, *, published_ms: int) -> LedgerEntry:
     billed = _tokens("billed", event.billed)
     if event.terminal_state == common_pb2.TERMINAL_STATE_REJECTED and billed != Tokens():
         raise PoisonEvent("a rejected request is billed")
-    if any(count < 0 for count in event.choice_token_counts):
+    # A slice is a list at once; to loop over the field itself costs ten times as much.
+    if min(event.choice_token_counts[:], default=0) < 0:
         raise PoisonEvent("choice_token_counts has a negative count")
-    *marks, last = (time_of(event.times, name) for name in TIME_FIELDS)
+    stamps = event.times
+    *marks, last = [time_of(stamps, name) for name in TIME_FIELDS]
     end_time = last if last is not None else _published(published_ms)
     times = (*marks, end_time)
     return LedgerEntry(
@@ -121,10 +123,11 @@ def time_of(holder: Any, name: str) -> datetime | None:
     if not holder.HasField(name):
         return None
     stamp: timestamp_pb2.Timestamp = getattr(holder, name)
+    seconds, nanos = stamp.seconds, stamp.nanos
     # Not ToDatetime(), which takes ten times as long and is called six times an event.
-    if not (FIRST_SECOND <= stamp.seconds <= LAST_SECOND and 0 <= stamp.nanos < 10**9):
+    if not (FIRST_SECOND <= seconds <= LAST_SECOND and 0 <= nanos < 10**9):
         raise PoisonEvent(f"{name} is out of range")
-    return EPOCH + timedelta(0, stamp.seconds, stamp.nanos // 1000)
+    return EPOCH + timedelta(0, seconds, nanos // 1000)
 
 
 def enum_label(names: Mapping[int, str], prefix: str, value: int) -> str:
@@ -147,17 +150,13 @@ def check_id(name: str, text: str) -> None:
 
 
 def _tokens(name: str, usage: common_pb2.TokenUsage) -> Tokens:
-    tokens = Tokens(
-        usage.prompt_token_count,
-        usage.cached_token_count,
-        usage.completion_token_count,
-        usage.reasoning_token_count,
-    )
-    if min(tokens.counts) < 0:
+    prompt, cached = usage.prompt_token_count, usage.cached_token_count
+    completion, reasoning = usage.completion_token_count, usage.reasoning_token_count
+    if min(prompt, cached, completion, reasoning) < 0:
         raise PoisonEvent(f"{name} has a negative count")
-    if tokens.cached > tokens.prompt or tokens.reasoning > tokens.completion:
+    if cached > prompt or reasoning > completion:
         raise PoisonEvent(f"{name} has a part that is larger than its whole")
-    return tokens
+    return Tokens(prompt, cached, completion, reasoning)
 
 
 def _published(published_ms: int) -> datetime:

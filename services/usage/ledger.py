@@ -165,7 +165,9 @@ def sum_rows(connection: sa.Connection) -> list[Balance]:
     query = sa.select(table.c.tenant, table.c.end_time, *(table.c[name] for name in _token_columns()))
     sums: dict[tuple[str, date], Balance] = {}
     for row in connection.execute(query.execution_options(yield_per=SUM_PAGE)):
-        _add(sums, row[0], row[1].date(), Tokens(*row[2:6]), Tokens(*row[6:10]))
+        tenant, day, delivered, billed = row[0], row[1].date(), Tokens(*row[2:6]), Tokens(*row[6:10])
+        old = sums.get((tenant, day), Balance(tenant, day, 0, Tokens(), Tokens()))
+        sums[tenant, day] = Balance(tenant, day, old.request_count + 1, old.delivered + delivered, old.billed + billed)
     return [sums[key] for key in sorted(sums)]
 
 
@@ -195,17 +197,10 @@ def _token_columns() -> list[str]:
     return [f"{part}_{name}" for part in ("delivered", "billed") for name in schema.TOKEN_COLUMNS]
 
 
-def _add(sums: dict[tuple[str, date], Balance], tenant: str, day: date, delivered: Tokens, billed: Tokens) -> None:
-    old = sums.get((tenant, day), Balance(tenant, day, 0, Tokens(), Tokens()))
-    sums[tenant, day] = Balance(tenant, day, old.request_count + 1, old.delivered + delivered, old.billed + billed)
-
-
 def _move_balances(connection: sa.Connection, entries: Sequence[LedgerEntry]) -> None:
-    sums: dict[tuple[str, date], Balance] = {}
+    moving: dict[tuple[str, date], list[tuple[int, ...]]] = {}
     for entry in entries:
-        _add(sums, entry.tenant, entry.day, entry.delivered, entry.billed)
-    rows = [
-        (tenant, day, moving.request_count, *moving.delivered.counts, *moving.billed.counts)
-        for (tenant, day), moving in sorted(sums.items())
-    ]
+        counts = (1, *entry.delivered.counts, *entry.billed.counts)
+        moving.setdefault((entry.tenant, entry.day), []).append(counts)
+    rows = [(*key, *map(sum, zip(*counts, strict=True))) for key, counts in sorted(moving.items())]
     add_sums(connection, schema.balances, ("tenant", "day"), ("request_count", *_token_columns()), rows)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 
+import msgspec
 from millrace.common.v1 import common_pb2
 from millrace.usage.v1 import usage_event_pb2
 
@@ -14,6 +14,7 @@ from services.usage.schema import LATENCY_COLUMNS, TOKEN_COLUMNS
 
 Value = str | int | bytes | datetime | None
 
+_JSON = msgspec.json.Encoder(order="sorted")
 _NO_LATENCY: tuple[Value, ...] = (None,) * 4
 
 # The order of `row_values`.
@@ -49,7 +50,7 @@ def row_values(entry: LedgerEntry, row_id: int, now: datetime) -> tuple[Value, .
         storable(event.error_reason),
         *entry.delivered.counts,
         *entry.billed.counts,
-        str(list(event.choice_token_counts)),
+        str(event.choice_token_counts[:]),
         *entry.times,
         event.attempt,
         event.epoch,
@@ -82,7 +83,7 @@ def _micros(latency: usage_event_pb2.Latency, name: str) -> int | None:
 
 
 def _metadata(tags: Mapping[str, str]) -> str:
-    return json.dumps({storable(key): storable(value) for key, value in sorted(tags.items())})
+    return _JSON.encode({storable(key): storable(value) for key, value in tags.items()}).decode()
 
 
 def _names(enum: type, prefix: str) -> dict[int, str]:
