@@ -438,6 +438,24 @@ def test_a_schedule_is_replayed_exactly_by_the_same_arrivals() -> None:
     assert play() == play()
 
 
+def test_an_earlier_decision_stays_as_it_was_while_the_requests_go_on() -> None:
+    rig = EngineRig()
+    rig.add(make_request("a", prompt(4), max_tokens=6))
+    rig.add(make_request("b", prompt(5, seed=1), max_tokens=6))
+    rig.step(2)
+
+    def seen() -> list[tuple[int, list[int], tuple[int, ...]]]:
+        return [(row.start, row.token_ids.tolist(), row.block_table) for row in early.scheduled]
+
+    early = rig.last
+    before = seen()
+    rig.run()
+
+    assert list(early.decode_keys) == [row.key for row in early.scheduled]
+    assert [row[0] for row in before] == [4, 5]
+    assert seen() == before
+
+
 def test_the_end_by_length_wins_nothing_over_the_deadline_of_a_later_step() -> None:
     rig = EngineRig()
     rig.add(make_request("a", sampling=SamplingParams(max_tokens=2, seed=1), deadline=0.0025))

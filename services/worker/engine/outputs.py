@@ -9,18 +9,13 @@ fast as a NamedTuple, whose building took more than all the scheduling of the ro
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 from services.worker.engine.request import FinishReason, RequestKey, SamplingParams, TokenArray
 
 __all__ = [
-    "NO_DECODES",
-    "DecodeRows",
     "EngineOutput",
     "EngineStats",
     "KVEvents",
@@ -29,7 +24,6 @@ __all__ = [
     "SampledRow",
     "ScheduledRequest",
     "SchedulerOutput",
-    "StepRows",
     "TierStats",
     "TokenArray",
     "TokenLogprobs",
@@ -67,82 +61,21 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     draft_count: int = 0
 
 
-class DecodeRows(msgspec.Struct, frozen=True, gc=False):
-    """Rows that compute the newest token of their choice, one each, and sample the next: most rows of most steps.
-
-    By column, entry i of each is of row i: `token_ids` (rows, 1) int32, the rest as in `ScheduledRequest`.
-    """
-
-    keys: Sequence[RequestKey]
-    starts: Sequence[int]
-    token_ids: TokenArray
-    block_tables: Sequence[tuple[int, ...]]
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
-NO_DECODES = DecodeRows((), (), np.empty((0, 1), dtype=np.int32), ())
-
-
-class StepRows(Sequence[ScheduledRequest]):
-    """The rows of a step, `decodes` first, each made when it is looked at."""
-
-    __slots__ = ("_count", "_others", "decodes")
-
-    def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledRequest]) -> None:
-        self.decodes = decodes
-        self._others = others
-        self._count = len(decodes.keys) + len(others)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[ScheduledRequest]:
-        columns = self.decodes
-        # No line of Python a row: steps have many rows, and each runner looks at all of them.
-        made = map(
-            ScheduledRequest,
-            columns.keys,
-            columns.starts,
-            columns.token_ids,
-            columns.block_tables,
-            itertools.repeat(True),
-        )
-        return itertools.chain(made, self._others)
-
-    @overload
-    def __getitem__(self, index: int) -> ScheduledRequest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[ScheduledRequest]: ...
-
-    def __getitem__(self, index: int | slice) -> ScheduledRequest | Sequence[ScheduledRequest]:
-        if isinstance(index, slice):
-            return tuple(self)[index]
-        at = index + len(self) if index < 0 else index
-        columns = self.decodes
-        if not 0 <= at < len(columns):
-            return self._others[at - len(columns) if at >= 0 else index]
-        return ScheduledRequest(
-            columns.keys[at], columns.starts[at], columns.token_ids[at], columns.block_tables[at], True
-        )
-
-
 class SchedulerOutput(msgspec.Struct, frozen=True, gc=False):
     """One step's decision.
 
-    `decodes` are the first rows of `scheduled` by column, for whom columns are cheaper than rows.
+    `decode_keys` are the keys of the first rows of `scheduled`: each computes the newest token of its choice, no other,
+    and samples the next.
     `block_copies` (source, destination) are done before anything is computed (copy-on-write).
     `released` are keys whose sampling state the runner may drop, done before `new_requests` are added.
     """
 
     step: int
     new_requests: tuple[NewRequest, ...]
-    scheduled: Sequence[ScheduledRequest]
+    scheduled: tuple[ScheduledRequest, ...]
     released: tuple[RequestKey, ...] = ()
     block_copies: tuple[tuple[int, int], ...] = ()
-    decodes: DecodeRows = NO_DECODES
+    decode_keys: Sequence[RequestKey] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -383,8 +383,8 @@ class Scheduler:
         return SchedulerOutput(
             step=self._step,
             new_requests=tuple(self._builder.new_requests),
-            scheduled=self._builder.rows,
+            scheduled=tuple(self._builder.rows),
             released=tuple(released),
             block_copies=self.kv.take_copies(),
-            decodes=self._builder.decodes,
+            decode_keys=self._builder.decode_keys,
         )

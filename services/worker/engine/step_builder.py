@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from services.worker.engine.decode_columns import DecodeColumns
-from services.worker.engine.outputs import NO_DECODES, NewRequest, ScheduledRequest, StepRows, TokenArray
+from services.worker.engine.outputs import NewRequest, ScheduledRequest, TokenArray
 from services.worker.engine.request import Request, RequestKey
 
 
@@ -21,14 +21,15 @@ class StepBuilder:
         """`columns` outlive the step: they are those of the step before."""
         self.budget = budget
         self.token_count = 0
-        self.decodes = NO_DECODES
+        # In the order of `requests`.
+        self.rows: list[ScheduledRequest] = []
+        self.decode_keys: list[RequestKey] = []
         self.drafts: Mapping[RequestKey, TokenArray] = {}
         self.requests: list[Request] = []
         self.new_requests: list[NewRequest] = []
         self._columns = columns
         self._max_prefill_chunk = max_prefill_chunk
         self._has_long_chunk = False
-        self._others: list[ScheduledRequest] = []
 
     def is_long(self, request: Request) -> bool:
         """True when `request` has more left to compute than one chunk."""
@@ -58,7 +59,7 @@ class StepBuilder:
         start = request.num_computed_tokens
         end = start + size
         samples = end == request.num_tokens
-        self._others.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.blocks, samples))
+        self.rows.append(ScheduledRequest(request.key, start, request.tokens(start, end), request.blocks, samples))
         self.requests.append(request)
         self._take(size)
 
@@ -67,20 +68,15 @@ class StepBuilder:
 
         Before any chunk of the step.
         """
-        self.decodes = self._columns.advance(requests)
+        self.rows = self._columns.advance(requests)
         self.requests += requests
         self._take(len(requests))
         if drafts:
             self.drafts = drafts
-            self._others = [_with_drafts(row, drafts.get(row.key)) for row in StepRows(self.decodes, ())]
-            self.decodes = NO_DECODES
+            self.rows = [_with_drafts(row, drafts.get(row.key)) for row in self.rows]
             self._columns.forget()
             self._take(sum(map(len, drafts.values())))
-
-    @property
-    def rows(self) -> StepRows:
-        """The step's rows, in the order of `requests`."""
-        return StepRows(self.decodes, tuple(self._others))
+        self.decode_keys = self._columns.keys
 
     def _take(self, count: int) -> None:
         self.budget -= count

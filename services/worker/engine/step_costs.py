@@ -110,19 +110,17 @@ class StepCosts:
         return [cost for key in ended if (cost := self._costs.pop(key, None)) is not None]
 
     def _share(self, seconds: float) -> None:
-        decision, decodes = self._decision, self._decision.decodes
-        if len(decodes) == len(decision.scheduled) and decodes.keys == self._keys and not decision.new_requests:
+        decision, rows = self._decision, self._decision.scheduled
+        if decision.decode_keys == self._keys and len(self._keys) == len(rows) and not decision.new_requests:
             # Most steps decode one token for each row of the step before: no look-ups, nothing to tell rows apart by.
-            self._weights.note(len(decodes), 0, seconds)
+            self._weights.note(len(rows), 0, seconds)
             self._steps += 1
-            self._shares += seconds / len(decodes)
+            self._shares += seconds / len(rows)
             self._block_seconds = [
-                held + len(table) * seconds
-                for held, table in zip(self._block_seconds, decodes.block_tables, strict=True)
+                held + len(row.block_table) * seconds for held, row in zip(self._block_seconds, rows, strict=True)
             ]
             return
         self._settle()
-        rows = tuple(decision.scheduled)
         keys = [row.key for row in rows]
         counts = [len(row.token_ids) for row in rows]
         total = sum(counts)

@@ -64,7 +64,7 @@ class TorchModelRunner:
         """See `ModelRunner.execute`."""
         self._batch.apply(scheduler_output.released, scheduler_output.new_requests)
         self._store.copy_blocks(scheduler_output.block_copies)
-        rows = tuple(scheduler_output.scheduled)
+        rows = scheduler_output.scheduled
         results: list[SampledRow] = [SampledRow()] * len(rows)
         sound: list[int] = []
         for index, row in enumerate(rows):
