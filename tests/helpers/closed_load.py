@@ -8,13 +8,13 @@ import dataclasses
 import json
 import os
 import random
-import re
 import time
 from collections.abc import AsyncIterator, Iterable
 
 import httpx
 
 from tests.helpers.stack import Stack
+from tests.helpers.transcripts import ECHO_TOKEN
 
 SEED = int(os.environ.get("OVERLOAD_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
 
@@ -55,6 +55,8 @@ class Load:
     stack: Stack
     key: str
     tokens: int
+    # Tokens that came so far, those of requests in flight too.
+    delivered: int = 0
     done: list[Tried] = dataclasses.field(default_factory=list)
     refused: list[Refused] = dataclasses.field(default_factory=list)
 
@@ -99,7 +101,7 @@ class Load:
     async def _try(self, client: httpx.AsyncClient, prompt: str, refusals: int) -> Tried | float:
         """What came of it, or the seconds to wait."""
         body = {"model": "echo", "prompt": prompt, "max_tokens": self.tokens, "ignore_eos": True, "stream": True}
-        began, first_s, text = time.monotonic(), 0.0, ""
+        began, first_s, tokens = time.monotonic(), 0.0, 0
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
                 code = json.loads(await response.aread())["error"]["code"]
@@ -109,8 +111,9 @@ class Load:
             async for line in response.aiter_lines():
                 if '"text":"t' in line:
                     first_s = first_s or time.monotonic() - began
-                    text += line
-        tokens = len(re.findall(r"t\d+ ", text))
+                    came = len(ECHO_TOKEN.findall(line))
+                    tokens += came
+                    self.delivered += came
         return Tried(began, first_s, time.monotonic() - began, tokens, refusals)
 
 

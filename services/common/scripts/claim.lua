@@ -72,7 +72,7 @@ local function serve(class, class_vt, class_weight, tenant, vt)
     expired = expired + 1
     expire(r)
   else
-    local cost = tonumber(r.cost)
+    local cost = expected(class, tonumber(r.cost))
     call('HSET', Q, 'last|' .. class, vt, 'last_class', class_vt, 'class|' .. class, class_vt + cost / class_weight)
     call('HSET', req(r.id), 'charged', cost)
     call('ZINCRBY', P .. 'act:' .. class, cost / tonumber(r.weight), tenant)

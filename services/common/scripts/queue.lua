@@ -92,7 +92,22 @@ local function is_capped(tenant, workers)
   return full(slots, most_slots) or full(tokens, most_tokens)
 end
 
+-- What a claim charges: the cost, corrected by what was computed of the costs of requests that ended lately. Charged by
+-- what is asked for, a tenant that comes would wait until those before it are given back what their answers never take.
+local LATELY = 31 / 32
+local function expected(class, cost)
+  local used, asked = unpack(call('HMGET', Q, 'used|' .. class, 'asked|' .. class))
+  return used and math.max(1, cost * tonumber(used) / tonumber(asked)) or cost
+end
+
+local function learn(class, cost, computed)
+  local used, asked = unpack(call('HMGET', Q, 'used|' .. class, 'asked|' .. class))
+  call('HSET', Q, 'used|' .. class, tonumber(used or '0') * LATELY + computed,
+    'asked|' .. class, tonumber(asked or '0') * LATELY + cost)
+end
+
 local function true_up(r, computed)
+  if tonumber(r.charged) > 0 then learn(r.cls, tonumber(r.cost), computed) end
   local delta = (computed - tonumber(r.charged)) / tonumber(r.weight)
   if delta == 0 then return end
   local act, vts = P .. 'act:' .. r.cls, P .. 'vt:' .. r.cls
