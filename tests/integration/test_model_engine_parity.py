@@ -16,7 +16,7 @@ from services.worker.runtime.factory import RunnerOptions, load_runner
 from tests.helpers.model import ModelRig, golden_cases
 from tests.helpers.transformers_model import transformers_model
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class GoldenProposer:
