@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Any
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import ExponentialBackoff
 
+from services.common.redis_url import watched_redis
 from services.common.tls import FILES, Tls
 
 # Longest blocking read (XREAD BLOCK) that fits into the socket timeout.
 MAX_BLOCK_MS = 2_000
-# Where Redis is unless a service is told otherwise.
-REDIS_URL = "redis://127.0.0.1:6379/0"
-_SENTINEL = "+sentinel://"
-_SENTINEL_PORT = 26_379
-_FORMS = ("redis://", "rediss://", "unix://")
 
 
 async def _find_master(connection: Any) -> None:
@@ -51,24 +46,6 @@ class _Watching(aioredis.Redis):
             await sentinel.aclose()
 
 
-class _Watched(NamedTuple):
-    """A Redis that Sentinels watch: where they are, what they call it, and how to log in to it."""
-
-    sentinels: list[tuple[str, int]]
-    name: str
-    login: dict[str, Any]
-
-
-def parse_redis_url(text: str) -> str:
-    """`redis://`, `rediss://`, `unix://` or `redis[s]+sentinel://[user:password@]host[:port],…/name[/db]`; the text is
-    returned unchanged. Raises ValueError."""
-    if _SENTINEL in text:
-        _watched(text)
-    elif not text.startswith(_FORMS):
-        raise ValueError("expected redis://, rediss://, unix:// or redis+sentinel://host:port,host:port/name")
-    return text
-
-
 def connect(url: str, tls: Tls | None = None) -> aioredis.Redis:
     """A client of `url` (see `parse_redis_url`). Connects on first use; every command is retried twice, which the
     idempotent scripts allow. By Sentinel it is always the present master: each new connection asks, and one that finds
@@ -88,33 +65,11 @@ def connect(url: str, tls: Tls | None = None) -> aioredis.Redis:
         **waits,
         **shown,
     }
-    if _SENTINEL not in url:
+    watched = watched_redis(url)
+    if watched is None:
         return aioredis.Redis.from_url(url, **options)
-    watched = _watched(url)
-    encrypted = {"ssl": True, **shown} if secure else {}
-    asked: dict[str, Any] = {**waits, **encrypted}
+    asked: dict[str, Any] = {**waits, **({"ssl": True, **shown} if secure else {})}
     sentinel: Any = Sentinel(watched.sentinels, sentinel_kwargs=asked, **options, **watched.login)  # type: ignore[no-untyped-call]
     kind = _SecureToMaster if secure else _ToMaster
     master: aioredis.Redis = sentinel.master_for(watched.name, redis_class=_Watching, connection_class=kind)
     return master
-
-
-def _watched(url: str) -> _Watched:
-    place, _, path = url.partition(_SENTINEL)[2].partition("/")
-    login, _, hosts = place.rpartition("@")
-    name, _, db = path.partition("/")
-    sentinels = [_address(host) for host in hosts.split(",") if host]
-    if not sentinels or not name or not (db or "0").isdecimal():
-        raise ValueError("expected redis+sentinel://host:port,host:port/name, where name is what the Sentinels call it")
-    user, _, password = login.partition(":")
-    known = {"username": unquote(user), "password": unquote(password)}
-    return _Watched(sentinels, name, {"db": int(db or 0), **{k: v for k, v in known.items() if v}})
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, separator, port = text.rpartition(":")
-    if not separator:
-        return text, _SENTINEL_PORT
-    if not host or not port.isdecimal():
-        raise ValueError("expected host:port of each Sentinel")
-    return host, int(port)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from services.common.config import parse_address, parse_seconds, setting
-from services.common.redis_client import REDIS_URL, parse_redis_url
+from services.common.redis_url import REDIS_URL, parse_redis_url
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

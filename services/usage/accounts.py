@@ -31,7 +31,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 # 24 of 62 characters are 142 random bits.
 SECRET_CHARS = 24
 ALPHABET = string.ascii_letters + string.digits
-OWN_SECRET = re.compile(r"mr_[0-9A-Za-z]{1,32}_[0-9A-Za-z]{16,128}")
 DEMO_TENANT = "demo"
 SCOPES = ("inference", "usage:read")
 MAX_OVERLAP = timedelta(days=90)
@@ -281,13 +280,6 @@ def digest_of(secret: str) -> bytes:
 def random_text() -> str:
     """The random part of a secret."""
     return "".join(secrets.choice(ALPHABET) for _ in range(SECRET_CHARS))
-
-
-def check_secret(secret: str) -> str:
-    """Check the form of a secret that an operator chose; returns it. Raises ValueError."""
-    if secret and OWN_SECRET.fullmatch(secret) is None:
-        raise ValueError("expected mr_<name>_<at least 16 letters and digits>")
-    return secret
 
 
 def check_name(field: str, name: str) -> None:

@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from urllib.parse import urlsplit
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
-from services.common.redis_client import REDIS_URL, parse_redis_url
-from services.usage.accounts import check_secret
+from services.common.redis_url import REDIS_URL, parse_redis_url
 from services.usage.release_gate import check_keys
-from services.usage.store import parse_database_url
+
+_SECRET = re.compile(r"mr_[0-9A-Za-z]{1,32}_[0-9A-Za-z]{16,128}")
+_DATABASES = {"sqlite", "postgresql", "postgres", "postgresql+psycopg"}
+
+
+def parse_database_url(text: str) -> str:
+    """Check the form of a database's address; returns it unchanged. Raises ValueError.
+
+    The store looks at the rest: settings are read by the command line too, which loads no driver.
+    """
+    url = urlsplit(text)
+    if not url.scheme or text[len(url.scheme) :][:3] != "://":
+        raise ValueError("expected sqlite:///path or postgresql://user:password@host:port/database")
+    if url.scheme not in _DATABASES:
+        raise ValueError(f"{url.scheme} databases are not supported; use sqlite or postgresql")
+    if url.scheme == "sqlite" and url.path.lstrip("/") in {"", ":memory:"}:
+        raise ValueError("an SQLite ledger needs a file, for example sqlite:///usage.db")
+    return text
+
+
+def check_secret(secret: str) -> str:
+    """Check the form of a secret that an operator chose; returns it. Raises ValueError."""
+    if secret and _SECRET.fullmatch(secret) is None:
+        raise ValueError("expected mr_<name>_<at least 16 letters and digits>")
+    return secret
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -101,15 +101,6 @@ def open_store(database_url: str) -> Store:
     return Store(engine)
 
 
-def parse_database_url(text: str) -> str:
-    """Check the form of MILLRACE_DATABASE_URL; returns it unchanged. Raises ValueError."""
-    try:
-        _parse(text)
-    except StartupError as error:
-        raise ValueError(str(error)) from None
-    return text
-
-
 def _parse(database_url: str) -> URL:
     try:
         url = make_url(database_url)

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
-from services.common.redis_client import REDIS_URL, parse_redis_url
+from services.common.redis_url import REDIS_URL, parse_redis_url
 from services.common.release import parse_keys
 
 

@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted((ROOT / "services").rglob("*.py"))
 BANNED_MODULES = {"pickle", "cPickle", "dill", "shelve", "marshal", "cloudpickle", "joblib"}
@@ -64,11 +66,16 @@ def test_every_module_says_what_it_owns() -> None:
     assert silent == []
 
 
-def test_the_gateway_router_and_usage_import_no_torch() -> None:
-    code = (
-        "import sys, services.gateway.wiring, services.router.wiring, services.usage.wiring;"
-        "print([m for m in ('torch', 'triton') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("services.gateway.wiring, services.router.wiring, services.usage.wiring", ("torch", "triton")),
+        # Each command would pay for them.
+        ("cli.main", ("torch", "triton", "numpy", "sqlalchemy", "psycopg", "redis", "pyarrow")),
+    ],
+)
+def test_who_needs_no_heavy_library_loads_none(modules: str, heavy: tuple[str, ...]) -> None:
+    code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     python = ROOT / ".venv" / "bin" / "python"
     result = subprocess.run(
         [str(python) if python.exists() else "python3", "-c", code],

@@ -12,7 +12,8 @@ import redis
 from cli.dev_ca import DevAuthority
 from services.common.admission_scripts import store_errors
 from services.common.errors import StoreUnavailable
-from services.common.redis_client import connect, parse_redis_url
+from services.common.redis_client import connect
+from services.common.redis_url import parse_redis_url
 from services.common.tls import GATEWAY, load_tls
 from tests.helpers.redis import RedisProcess, tls_redis_binary
 from tests.helpers.sentinel import WatchedRedis
