@@ -8,7 +8,7 @@ GRPC_PORT ?= 8001
 WORKERS ?= 1
 MODEL ?= smollm2-135m
 
-.PHONY: help setup run up down test test-model test-fault test-docker test-gpu check protos docs bench bench-gpu format clean
+.PHONY: help setup run up down test test-model test-fault test-peers test-docker test-gpu check protos docs bench bench-gpu format clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ test-model: $(STAMP) ## Run the long suites on the real model
 
 test-fault: $(STAMP) ## Run the long fault-injection suites
 	$(PY) -m pytest -m fault tests
+
+test-peers: $(STAMP) ## Measure the local stack beside others, PEERS="llama.cpp=http://127.0.0.1:8080 vllm=…"
+	$(PY) -m benchmarks.peers $(addprefix --peer ,$(PEERS))
 
 test-docker: $(STAMP) ## Build the images and test the compose stack on a real engine
 	bash deploy/airgap/start-dockerd.sh
