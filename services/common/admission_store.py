@@ -175,7 +175,7 @@ class AdmissionStore:
         args = (router_instance, min(count, BATCH), CLAIM_LEASE_MS, AGING_MS, workers)
         reply = await self._run("claim", [pool_key(pool, "q")], *args)
         return [
-            Claimed(member.decode(), number, remaining, admission_pb2.AdmissionEntry.FromString(body), waited)
+            Claimed(member.decode(), number, remaining, admission_pb2.AdmissionEntry.FromString(body), body, waited)
             for member, number, remaining, waited, body in reply
         ]
 

@@ -143,6 +143,8 @@ class Claimed:
     claim_number: int
     remaining_ms: int
     entry: admission_pb2.AdmissionEntry
+    # `entry` as it goes on the wire: whoever changes the one changes the other.
+    entry_bytes: bytes
     # Milliseconds since this attempt was admitted.
     waited_ms: int = 0
 

@@ -160,22 +160,21 @@ class Dispatcher:
             done(held, Outcome.REFUSED if submits is None else Outcome.GIVE_BACK)
             return
         held.tries += 1
-        entry = held.claim.entry
-        request = worker_service_pb2.SubmitRequest(
-            entry=entry,
-            attempt=max(1, entry.attempt),
+        head = worker_service_pb2.SubmitRequest(
+            attempt=max(1, held.claim.entry.attempt),
             epoch=held.claim.claim_number << 8 | held.tries,
             router_instance=self._router_instance,
         )
-        request.remaining.FromMilliseconds(remaining_ms)
+        head.remaining.FromMilliseconds(remaining_ms)
         claimed_at = self._clock.wall() - (now - held.since)
-        request.claim_time.FromMilliseconds(int(claimed_at * 1000))
+        head.claim_time.FromMilliseconds(int(claimed_at * 1000))
         if held.placing is not None and (peer := held.placing.peer) is not None:
-            request.prefill_peer.worker_instance = peer.instance
-            request.prefill_peer.address = peer.record.address
-        span = _span_of(request, endpoint)
-        ownership = Ownership(held.request_id, request.epoch, endpoint.instance)
-        submits.send(request, functools.partial(self._answered, _Try(held, endpoint, ownership, span, done)))
+            head.prefill_peer.worker_instance = peer.instance
+            head.prefill_peer.address = peer.record.address
+        span = _span_of(held, head, endpoint)
+        ownership = Ownership(held.request_id, head.epoch, endpoint.instance)
+        this = _Try(held, endpoint, ownership, span, done)
+        submits.send(held.request_id, head, held.claim.entry_bytes, functools.partial(self._answered, this))
 
     def _answered(self, this: _Try, answer: Answer) -> None:
         if isinstance(answer, grpc.StatusCode):
@@ -286,15 +285,15 @@ def _name_of(refusal: worker_service_pb2.SubmitRefusal.ValueType) -> str:
     return worker_service_pb2.SubmitRefusal.Name(refusal) if known else str(refusal)
 
 
-def _span_of(request: worker_service_pb2.SubmitRequest, endpoint: Endpoint) -> trace.Span | None:
+def _span_of(held: HeldClaim, head: worker_service_pb2.SubmitRequest, endpoint: Endpoint) -> trace.Span | None:
     """The span of a try, which the worker's follow; None for a request that is not traced."""
-    traceparent = request.entry.traceparent
+    traceparent = held.claim.entry.traceparent
     if not traceparent:
         return None
     span = tracer().start_span("router.submit", context=context_from(traceparent))
-    span.set_attribute("millrace.request_id", request.entry.request_id)
-    span.set_attribute("millrace.attempt", request.attempt)
+    span.set_attribute("millrace.request_id", held.request_id)
+    span.set_attribute("millrace.attempt", head.attempt)
     span.set_attribute("millrace.worker", endpoint.instance)
-    span.set_attribute("millrace.prefill_worker", request.prefill_peer.worker_instance)
-    request.traceparent = traceparent_of(span)
+    span.set_attribute("millrace.prefill_worker", head.prefill_peer.worker_instance)
+    head.traceparent = traceparent_of(span)
     return span

@@ -42,18 +42,19 @@ class Needs:
     @classmethod
     def of(cls, entry: admission_pb2.AdmissionEntry) -> Needs:
         """Prompt and received prefix are the tokens to hold at the start; each choice takes a slot."""
-        received = max((len(prefix.token_ids) for prefix in entry.prefix), default=0)
+        model, sampling = entry.model, entry.sampling
+        received = max([len(prefix.token_ids) for prefix in entry.prefix]) if entry.prefix else 0
         return cls(
             request_id=entry.request_id,
-            model=entry.model.model,
-            version=entry.model.version,
+            model=model.model,
+            version=model.version,
             gateway_instance=entry.gateway_instance,
             adapter=entry.adapter,
-            slot_count=max(1, entry.sampling.choice_count),
+            slot_count=max(1, sampling.choice_count),
             token_count=len(entry.token_ids) + received + 1,
             block_hashes=tuple(entry.block_hashes),
             suspect=len(entry.lost_workers) >= SUSPECT_DEATHS,
-            whole_prompt=entry.sampling.embed or entry.sampling.HasField("prompt_logprob_count"),
+            whole_prompt=sampling.embed or sampling.HasField("prompt_logprob_count"),
             kv_holder=entry.kv_holder,
         )
 
@@ -206,7 +207,8 @@ class Endpoint:
         """Slots and blocks that are free, less what was submitted since the view."""
         if self.view is None or not self.fresh(now) or self._full_since is not None:
             return 0, 0
-        self._forget_shown(now)
+        if self._replied or self._numbered:
+            self._forget_shown(now)
         slots = self.view.free_slot_count - self._debited_slots
         blocks = self.view.free_block_count - self._debited_blocks
         return max(0, slots), max(0, blocks)
@@ -242,8 +244,10 @@ class Endpoint:
 
     def accepted(self, request_id: str, now: float, watch_sequence: int | None = None) -> None:
         """The worker took it, after the view of that number: the debit stands until a later view shows it."""
-        self._failures = 0
+        recovers, self._failures = self._failures > 0, 0
         self._reply(request_id, now, watch_sequence)
+        if recovers:
+            self.on_change()
 
     def refused(self, request_id: str, now: float, *, full: bool) -> None:
         """A typed refusal is no guilt; `full` distrusts the view until the next one."""
@@ -260,6 +264,7 @@ class Endpoint:
             shortest, longest = _BACKOFF_S
             self._retry_at = now + min(longest, shortest * 2 ** min(self._failures - 1, 10))
         self._reply(request_id, now)
+        self.on_change()
 
     def named(self, request_id: str, now: float) -> None:
         """The decoding worker was told to ask here for a prompt: the debit stands until a later view shows it."""
@@ -275,9 +280,9 @@ class Endpoint:
         if request_id in self._debits:
             if watch_sequence is None:
                 self._replied[request_id] = now
+                self.on_change()
             else:
                 self._numbered[request_id] = watch_sequence
-        self.on_change()
 
     def _forget_shown(self, now: float) -> None:
         last_shown = min(self.seen_at, now - VIEW_LAG_S)

@@ -39,9 +39,6 @@ def has_adapter(needs: Needs, view: View) -> bool:
     return not needs.adapter or needs.adapter in view.adapters
 
 
-FILTERS: Final[tuple[Filter, ...]] = (serves_version, can_decode, is_attached, has_adapter)
-
-
 def is_routable(endpoint: Endpoint, now: float) -> bool:
     """The view is fresh and the worker is ready."""
     view = endpoint.view
@@ -65,4 +62,11 @@ def ejected(pool: Iterable[Endpoint], now: float) -> frozenset[str]:
 def eligible(needs: Needs, endpoint: Endpoint, now: float) -> bool:
     """Routable, and every filter agrees."""
     view = endpoint.view
-    return view is not None and is_routable(endpoint, now) and all(check(needs, view) for check in FILTERS)
+    if view is None or not is_routable(endpoint, now):
+        return False
+    return (
+        serves_version(needs, view)
+        and can_decode(needs, view)
+        and is_attached(needs, view)
+        and has_adapter(needs, view)
+    )

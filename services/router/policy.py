@@ -40,8 +40,16 @@ class RoutingPolicy:
         """The best endpoint that has room now, or None."""
         roster.refresh(now)
 
+        looked_at: dict[Endpoint, bool] = {}
+
         def able(endpoint: Endpoint) -> bool:
-            return endpoint.instance not in excluded and eligible(needs, endpoint, now) and endpoint.fits(needs, now)
+            known = looked_at.get(endpoint)
+            if known is None:
+                known = (
+                    endpoint.instance not in excluded and eligible(needs, endpoint, now) and endpoint.fits(needs, now)
+                )
+                looked_at[endpoint] = known
+            return known
 
         order = roster.order(needs)
         if needs.suspect:
@@ -61,7 +69,7 @@ class RoutingPolicy:
         if needs.suspect:
             return min(unreserved, key=_load, default=None)
         affinity = PrefixAffinity(self._index, PoolLoad.of(serving))
-        scored = [(with_affinity(load_score(e, now), affinity(needs, e, now)), e) for e in unreserved]
+        scored = [(with_affinity(load_score(e, e.free(now)[0]), affinity(needs, e, now)), e) for e in unreserved]
         return max(scored, key=operator.itemgetter(0))[1] if scored else None
 
     def placed(self, needs: Needs, endpoint: Endpoint, now: float, placing: Placing | None = None) -> None:
@@ -93,6 +101,8 @@ class RoutingPolicy:
         least = best[0] - TIE
         near = [e for value, e in holders if value >= least]
         count = len(near) + bisect.bisect_right(order, -least, key=operator.itemgetter(0))
+        if count == 1:
+            return best[1]
         drawn: list[Endpoint] = []
         for index in self._rng.sample(range(count), min(count, _DRAWS)):
             endpoint = near[index] if index < len(near) else order[index - len(near)][2]

@@ -6,6 +6,7 @@ gateway chooses and tokenises again. Work that has produced tokens is never move
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from services.common.routes import RouteTable, Target
@@ -27,6 +28,8 @@ class Redirect:
     def closes(self, held: HeldClaim, roster: Roster, now: float) -> bool:
         """True when the claim cannot run as it is. Re-targets its entry where that is possible."""
         entry, routes = held.claim.entry, self._routes()
+        if not routes.withdrawn and now - held.since <= PATIENCE_S:
+            return False
         own = Target(entry.model.model, entry.model.version)
         withdrawn = own in routes.withdrawn
         if not withdrawn and (entry.prefix or now - held.since <= PATIENCE_S):
@@ -57,6 +60,7 @@ def _retargeted(held: HeldClaim, view: View) -> bool:
     entry.model.CopyFrom(view.model)
     # They are of the other version's blocks.
     del entry.block_hashes[:]
+    held.claim = dataclasses.replace(held.claim, entry_bytes=entry.SerializeToString())
     held.needs = Needs.of(entry)
     held.excluded.clear()
     return True

@@ -107,7 +107,7 @@ class EndpointRegistry:
         channel = self._dial(record.address)
         stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         endpoint = Endpoint(record)
-        submits = SubmitLink(stub, self._clock)
+        submits = SubmitLink(channel, self._clock)
         cache = CacheWatch(record.instance, stub, self.prefixes, self._clock, router_instance=self._router_instance)
         tasks = (
             asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}"),

@@ -99,7 +99,10 @@ class Roster:
         scan = now - self._scanned_at >= RESCAN_S
         if scan:
             self._scanned_at = now
-            self._changed = dict.fromkeys(self._numbers)
+            self._changed |= self._settling
+            self._changed |= dict.fromkeys(
+                [e for e in self._numbers if self._is_placed(e) != self._is_placeable(e, now)]
+            )
         elif now - self._settled_at >= _SETTLE_S:
             self._settled_at = now
             self._changed |= self._settling
@@ -140,15 +143,21 @@ class Roster:
                 self._changed.setdefault(self._by_instance[instance])
         self._out = out
 
+    def _is_placed(self, endpoint: Endpoint) -> bool:
+        return endpoint in self._places or endpoint in self._prefillers
+
+    def _is_placeable(self, endpoint: Endpoint, now: float) -> bool:
+        return endpoint.instance not in self._out and is_routable(endpoint, now)
+
     def _place(self, endpoint: Endpoint, now: float) -> None:
         view = endpoint.view
-        if view is None or endpoint.instance in self._out or not is_routable(endpoint, now):
+        if view is None or not self._is_placeable(endpoint, now):
             return
         if only_prefills(endpoint):
             self._prefillers[endpoint] = None
             return
         slots, blocks = endpoint.free(now)
-        rank = (-load_score(endpoint, now), self._numbers[endpoint], endpoint) if slots else None
+        rank = (-load_score(endpoint, slots), self._numbers[endpoint], endpoint) if slots else None
         room = min(slots, blocks) if endpoint.reserved_for is None else 0
         version = (view.model.model, view.model.version)
         self._places[endpoint] = place = _Place(version, endpoint.load, endpoint.token_load, room, rank)

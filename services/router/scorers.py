@@ -9,7 +9,7 @@ from typing import Final
 from services.router.endpoint import Endpoint, Needs
 from services.router.prefix_index import PrefixIndex
 
-LoadScorer = Callable[[Endpoint, float], float]
+LoadScorer = Callable[[Endpoint, int], float]
 _BACKLOG_HALF_TOKENS = 2_048
 # Affinity yields on a worker that would have more than this many times the mean of the pool …
 YIELD_FACTOR = 1.25
@@ -20,14 +20,13 @@ _YIELD_BATCH_SHARE = 0.25
 _YIELD_TOKENS = 4_096
 
 
-def least_loaded(endpoint: Endpoint, now: float) -> float:
+def least_loaded(endpoint: Endpoint, slots: int) -> float:
     """Share of the batch that is free, submits under way counted as load."""
-    slots, _ = endpoint.free(now)
     load = endpoint.load
     return slots / (slots + load) if slots + load else 0.0
 
 
-def short_backlog(endpoint: Endpoint, now: float) -> float:
+def short_backlog(endpoint: Endpoint, slots: int) -> float:
     """1 with nothing left to compute, 0.5 at 2,048 tokens."""
     return _BACKLOG_HALF_TOKENS / (_BACKLOG_HALF_TOKENS + endpoint.token_load)
 
@@ -72,9 +71,9 @@ AFFINITY_WEIGHT: Final = 2.0
 _WEIGHTS: Final = AFFINITY_WEIGHT + sum(weight for _, weight in LOAD_SCORERS)
 
 
-def load_score(endpoint: Endpoint, now: float) -> float:
-    """What the endpoint scores with nothing of a prompt cached."""
-    return sum(weight * scorer(endpoint, now) for scorer, weight in LOAD_SCORERS) / _WEIGHTS
+def load_score(endpoint: Endpoint, slots: int) -> float:
+    """What the endpoint, of which so many slots are free, scores with nothing of a prompt cached."""
+    return sum([weight * scorer(endpoint, slots) for scorer, weight in LOAD_SCORERS]) / _WEIGHTS
 
 
 def with_affinity(load: float, affinity: float) -> float:

@@ -2,7 +2,8 @@
 
 Each submit is answered once, by the worker or by a status code: a stream that breaks, or on which the worker says
 nothing for `SUBMIT_TIMEOUT_S`, answers all that are open with its code. A worker that knows no such stream, and a
-request that would hold up others by its size, take the unary call. Owned by the registry, used by the dispatcher.
+request that would hold up others by its size, take the unary call. An entry goes on as the bytes that it came in: it is
+most of a message, and copying it into one would be most of the work. Owned by the registry, used by the dispatcher.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ SUBMIT_TIMEOUT_S: Final = 2.0
 # Requests of one message, and the size from which a request goes alone: a message holds 16 MiB.
 BATCH: Final = 32
 ALONE_BYTES: Final = 256 * 1024
+_ENTRY: Final = worker_service_pb2.SubmitRequest.ENTRY_FIELD_NUMBER
+_REQUESTS: Final = worker_service_pb2.SubmitStreamRequest.REQUESTS_FIELD_NUMBER
+_METHOD: Final = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].methods_by_name["SubmitStream"]
 Answer = worker_service_pb2.SubmitResponse | grpc.StatusCode
 
 
@@ -30,7 +34,7 @@ Answer = worker_service_pb2.SubmitResponse | grpc.StatusCode
 class _Open:
     """A submit that waits for its answer."""
 
-    request: worker_service_pb2.SubmitRequest
+    request: bytes
     answered: Callable[[Answer], None]
     sent_at: float
 
@@ -38,23 +42,36 @@ class _Open:
 class SubmitLink:
     """One worker's submits."""
 
-    def __init__(self, stub: worker_service_pb2_grpc.WorkerServiceAsyncStub, clock: Clock) -> None:
-        self._stub = stub
+    def __init__(self, channel: grpc.aio.Channel, clock: Clock) -> None:
+        self._stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
+        # Like the stub's, but for messages that are bytes already.
+        self._open_stream: Any = channel.stream_stream(
+            f"/{_METHOD.containing_service.full_name}/{_METHOD.name}",
+            response_deserializer=worker_service_pb2.SubmitStreamResponse.FromString,
+        )
         self._clock = clock
-        self._unsent: list[worker_service_pb2.SubmitRequest] = []
+        self._unsent: list[bytes] = []
         # By request and epoch, the oldest first.
         self._open: dict[tuple[str, int], _Open] = {}
         self._wanted = asyncio.Event()
         self._calls: set[asyncio.Task[None]] = set()
         self._knows_stream = True
 
-    def send(self, request: worker_service_pb2.SubmitRequest, answered: Callable[[Answer], None]) -> None:
-        """Submit soon; `answered` is called once, never from within."""
+    def send(
+        self,
+        request_id: str,
+        head: worker_service_pb2.SubmitRequest,
+        entry: bytes,
+        answered: Callable[[Answer], None],
+    ) -> None:
+        """Submit soon: `head` is all of the request but its entry, which is serialized. `answered` is called once,
+        never from within."""
+        request = head.SerializeToString() + _field(_ENTRY, entry)
         one = _Open(request, answered, self._clock.monotonic())
-        if not self._knows_stream or request.ByteSize() > ALONE_BYTES:
+        if not self._knows_stream or len(request) > ALONE_BYTES:
             self._call(one)
             return
-        self._open[request.entry.request_id, request.epoch] = one
+        self._open[request_id, head.epoch] = one
         self._unsent.append(request)
         self._wanted.set()
 
@@ -70,7 +87,7 @@ class SubmitLink:
 
     async def _stream(self) -> None:
         """One stream, from the first submit until it breaks."""
-        call = self._stub.SubmitStream()
+        call = self._open_stream()
         late = asyncio.create_task(self._wait_late(), name="submit-late")
         tasks = [late, *(asyncio.create_task(work(call), name="submit") for work in (self._read, self._write))]
         try:
@@ -102,7 +119,7 @@ class SubmitLink:
             if not self._unsent:
                 self._wanted.clear()
             try:
-                await call.write(worker_service_pb2.SubmitStreamRequest(requests=batch))
+                await call.write(b"".join([_field(_REQUESTS, request) for request in batch]))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 
@@ -123,8 +140,9 @@ class SubmitLink:
 
     async def _submit(self, one: _Open) -> None:
         answer: Answer
+        request = worker_service_pb2.SubmitRequest.FromString(one.request)
         try:
-            answer = await self._stub.Submit(one.request, timeout=SUBMIT_TIMEOUT_S)
+            answer = await self._stub.Submit(request, timeout=SUBMIT_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             answer = error.code()
         except asyncio.CancelledError:
@@ -146,3 +164,14 @@ class SubmitLink:
 def _tell(one: _Open, answer: Answer) -> None:
     """From the loop: whoever fails over its answer keeps no other from theirs."""
     asyncio.get_running_loop().call_soon(one.answered, answer)
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """One field of a message, by the wire format: its tag, the length in groups of seven bits, the value. A message is
+    its fields one after the other, in any order."""
+    size, length = len(value), bytearray()
+    while size > 0x7F:
+        length.append(size & 0x7F | 0x80)
+        size >>= 7
+    length.append(size)
+    return bytes((number << 3 | 2,)) + length + value

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from millrace.worker.v1 import worker_service_pb2, worker_service_pb2_grpc
+from millrace.worker.v1 import worker_service_pb2
 
 from services.common.clock import SystemClock
 from services.common.lifecycle import end_tasks
@@ -55,14 +55,14 @@ class Rig:
     async def start(self) -> None:
         await self.worker.start()
         self._channel = grpc.aio.insecure_channel(self.worker.record.address)
-        stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(self._channel)
-        self._link = SubmitLink(stub, SystemClock())
+        self._link = SubmitLink(self._channel, SystemClock())
         self.task = asyncio.create_task(self._link.run())
 
     def send(self, *names: str, prompt: int = 10, answered: Callable[[Answer], None] | None = None) -> None:
         for name in names:
-            request = worker_service_pb2.SubmitRequest(entry=make_entry(name, prompt=prompt), epoch=1, attempt=1)
-            self._link.send(request, answered or self.answers.setdefault(name, []).append)
+            head = worker_service_pb2.SubmitRequest(epoch=1, attempt=1)
+            entry = make_entry(name, prompt=prompt).SerializeToString()
+            self._link.send(name, head, entry, answered or self.answers.setdefault(name, []).append)
 
     def answered(self, *names: str) -> bool:
         return all(self.answers[name] for name in names)
@@ -99,6 +99,20 @@ async def test_requests_that_come_together_travel_together(counting: tuple[Rig, 
 
     assert worker.messages == [BATCH, BATCH]
     assert rig.accepted() == set(names)
+
+
+@pytest.mark.parametrize("prompt", [0, 10, 100, 20_000, 200_000])
+async def test_the_worker_reads_the_entry_beside_the_rest_of_the_request(
+    counting: tuple[Rig, Counting], prompt: int
+) -> None:
+    rig, worker = counting
+    worker.open.set()
+
+    rig.send("a", prompt=prompt)
+    await until(lambda: rig.answered("a"))
+
+    entry = make_entry("a", prompt=prompt)
+    assert worker.submits == [worker_service_pb2.SubmitRequest(entry=entry, epoch=1, attempt=1)]
 
 
 async def test_a_broken_stream_answers_all_that_are_open_and_the_next_submit_opens_another(

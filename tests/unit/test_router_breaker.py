@@ -32,7 +32,7 @@ class Answering:
     def submits(self, instance: str) -> Answering:
         return self
 
-    def send(self, request: Any, answered: Callable[[Answer], None]) -> None:
+    def send(self, request_id: str, head: Any, entry: bytes, answered: Callable[[Answer], None]) -> None:
         if isinstance(self._answer, grpc.StatusCode):
             answered(self._answer)
         else:
@@ -46,7 +46,7 @@ def submit_many(answer: Any, count: int) -> tuple[Endpoint, set[Outcome]]:
     endpoint, outcomes = make_endpoint(), set()
     for number in range(count):
         entry = make_entry(f"r{number}")
-        held = HeldClaim(POOL, Claimed("c", 1, 60_000, entry), needs(entry.request_id), 0.0)
+        held = HeldClaim(POOL, Claimed("c", 1, 60_000, entry, entry.SerializeToString()), needs(entry.request_id), 0.0)
         endpoint.debit(held.needs)
         dispatcher.send(held, endpoint, lambda _, outcome: outcomes.add(outcome))
     return endpoint, outcomes

@@ -35,7 +35,7 @@ def held(*, route: str = "echo", prefix: bool = False) -> HeldClaim:
     entry.block_hashes.append(7)
     if prefix:
         entry.prefix.add(choice=0, token_ids=[1])
-    return HeldClaim(POOL, Claimed("c", 1, 60_000, entry), Needs.of(entry), 0.0)
+    return HeldClaim(POOL, Claimed("c", 1, 60_000, entry, entry.SerializeToString()), Needs.of(entry), 0.0)
 
 
 def table(*, withdrawn: bool = True, routed: bool = True) -> RouteTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -30,12 +31,13 @@ def change(endpoint: Endpoint, rng: random.Random, number: int, now: float) -> N
     view = make_view(
         slots=rng.randrange(4), in_flight=rng.randrange(4), version=rng.choice("112"), ready=rng.random() < 0.9
     )
+    view = dataclasses.replace(view, sequence=number)
     match rng.randrange(6):
         case 0 | 1:
             endpoint.observe(view, now)
         case 2:
             endpoint.debit(request)
-            endpoint.accepted(request.request_id, now)
+            endpoint.accepted(request.request_id, now, rng.choice((None, number)))
         case 3:
             endpoint.debit(request)
             endpoint.failed(request.request_id, now, guilty=rng.random() < 0.5)
