@@ -137,15 +137,14 @@ class Queued:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """One claimed request. `claim_number` grows with each claim of the request: epoch = claim_number << 8 | try."""
+    """One claimed request. `claim_number` grows with each claim of the request: epoch = claim_number << 8 | try.
+    `entry_bytes` is `entry` on the wire: they change together. `waited_ms` counts from this attempt's admission."""
 
     claim_id: str
     claim_number: int
     remaining_ms: int
     entry: admission_pb2.AdmissionEntry
-    # `entry` as it goes on the wire: whoever changes the one changes the other.
     entry_bytes: bytes
-    # Milliseconds since this attempt was admitted.
     waited_ms: int = 0
 
 
