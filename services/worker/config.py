@@ -68,8 +68,8 @@ class EngineSettings:
 
     `num_blocks` fixes the KV pool instead of `gpu_memory_utilization`. Cached blocks that the pool gives up go to
     `host_kv_bytes` of memory, then to `disk_kv_bytes` of files in the folder `disk_kv_path`; 0 turns a tier off.
-    `tpot_target_ms` bounds how long prefills may
-    make a step that running answers wait for; 0 does not bound it. `max_draft_count` are the tokens guessed for a row
+    `tpot_target_ms` bounds how long prefills may make a step that running answers wait for (or by a tenth where these
+    take longer alone); 0 does not bound it. `max_draft_count` are the tokens guessed for a row
     in a step, `max_draft_batch` the rows above which nothing is guessed; `speculation` says how.
 
     `release` is the file of a release manifest signed with `release_key`: the worker serves that or does not start.

@@ -20,7 +20,10 @@ from tests.helpers.worker_processes import WorkerProcesses
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
 
-STREAMS, TOKENS, STEP_MS = 200, 24, 200
+# Few tokens a second, for what is asked here is not speed: all the streams together leave the machine room.
+STREAMS, TOKENS, STEP_MS = 200, 8, 1_000
+# Of those that began after a change; all of them are looked at.
+ENOUGH = STREAMS // 2
 ENGINE = "max_num_seqs=256,max_model_len=512,num_blocks=16384"
 # Within which a change of routes takes effect everywhere.
 IN_FORCE_S = 2.0
@@ -56,13 +59,13 @@ class Load:
             finally:
                 self._stop.set()
 
-    async def versions_since(self, began: float, count: int) -> set[str]:
-        """Which versions answered those that began since then, once there are so many."""
+    async def versions_since(self, began: float) -> set[str]:
+        """Which versions answered those that began since then, once enough of them have ended."""
 
         def those() -> list[Attempt]:
             return [a for a in self.seen if a.began >= began]
 
-        await until(lambda: len(those()) >= count, within_s=120)
+        await until(lambda: len(those()) >= ENOUGH, every_s=0.2, within_s=120)
         return {a.seen.version for a in those()}
 
     async def _one(self, client: httpx.AsyncClient) -> None:
@@ -81,13 +84,13 @@ async def forward_and_back(stack: Stack, load: Load) -> None:
     # Whether the version is any good is not asked here: the canary controller has no say.
     plan = ("--to", "2", "--from", "1", "--step", "25", "--step", "100", "--hold", "min_to_fail=1000000")
     began = await rollout(stack, "start", "echo", *plan, "--force", "--why", "try it")
-    assert await load.versions_since(began, STREAMS) == {"1", "2"}
+    assert await load.versions_since(began) == {"1", "2"}
 
     began = await rollout(stack, "promote", "echo", "--force", "--why", "it is good")
-    assert await load.versions_since(began, STREAMS) == {"2"}
+    assert await load.versions_since(began) == {"2"}
 
     began = await rollout(stack, "rollback", "echo", "--why", "it is bad")
-    assert await load.versions_since(began, STREAMS) == {"1"}
+    assert await load.versions_since(began) == {"1"}
 
 
 async def both_serve(stack: Stack) -> None:
@@ -111,10 +114,11 @@ def test_under_200_streams_no_roll_forward_or_back_fails_or_mixes_one(stack: Sta
 
     asyncio.run(scenario())
     seen = [a.seen for a in load.seen]
-    rows = stack.wait_requests({t.request_id for t in seen}, timeout_s=30)
+    rows = stack.wait_requests({t.request_id for t in seen}, timeout_s=120)
     told = {row["request_id"]: (row["version"], row["billed_completion_tokens"]) for row in rows}
     print(f"streams: {len(seen)}")
+    misnamed = [(t, told.get(t.request_id)) for t in seen if told.get(t.request_id) != (t.version, TOKENS)]
 
     assert [a for a in load.seen if a.ending != "completed"] == []
-    assert all(t.is_echo_prefix(ECHO_VOCABULARY) and len(t.token_ids) == TOKENS for t in seen)
-    assert {t.request_id: told[t.request_id] for t in seen} == {t.request_id: (t.version, TOKENS) for t in seen}
+    assert [t for t in seen if not t.is_echo_prefix(ECHO_VOCABULARY) or len(t.token_ids) != TOKENS] == []
+    assert misnamed == []

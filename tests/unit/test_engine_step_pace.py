@@ -49,6 +49,23 @@ def test_a_target_that_decodes_alone_miss_still_leaves_prefills_a_little() -> No
     assert learnt(0.001).prefill_room(10, 5) == 5
 
 
+@pytest.mark.parametrize("slope", [0.0, 1e-6])
+def test_prefills_that_cost_next_to_nothing_are_not_held_back_by_decodes_that_miss_the_target(slope: float) -> None:
+    pace = StepPace(0.2)
+    for tokens in (1, 4, 16, 64, 100, 200, 8, 32):
+        pace.note(tokens, 1.0 + slope * tokens)
+
+    assert pace.prefill_room(100, 256) == 256
+
+
+def test_beside_decodes_that_miss_the_target_prefills_make_a_step_a_tenth_longer_at_most() -> None:
+    pace = StepPace(0.2)
+    for tokens in (1, 4, 16, 64, 100, 200, 8, 32):
+        pace.note(tokens, 0.9 + 0.001 * tokens)
+
+    assert pace.prefill_room(100, 256) == pytest.approx(100, abs=1)
+
+
 def test_steps_without_decodes_and_engines_without_a_target_are_not_limited() -> None:
     assert learnt(0.001).prefill_room(0, 256) == 256
     assert learnt(None).prefill_room(10, 256) == 256

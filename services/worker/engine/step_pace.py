@@ -10,6 +10,9 @@ _FADE = 0.98
 _MIN_STEPS = 8
 # Prefills go on beside decodes whatever the target, by at least this many tokens a step.
 MIN_PREFILL = 16
+# Where decodes alone take about the target or more, holding prefills back altogether would starve them for nothing:
+# they may make a step longer by this share.
+_STRETCH = 0.1
 
 
 class StepPace:
@@ -43,12 +46,13 @@ class StepPace:
         return max(mean_y + slope * (tokens - mean_x), 0.0)
 
     def prefill_room(self, decodes: int, limit: int) -> int:
-        """How many of `limit` prefill tokens may share a step with `decodes`, for it to meet the target."""
+        """How many of `limit` prefill tokens may share a step with `decodes`, for it to meet the target, or to take not
+        much longer than the decodes alone where these miss it."""
         if self._target_s is None or decodes == 0 or limit <= MIN_PREFILL:
             return limit
         full = self.predict(decodes + limit)
-        if full is None or full <= self._target_s:
-            return limit
         alone = self.predict(decodes) or 0.0
-        share = (self._target_s - alone) / (full - alone) if full > alone else 0.0
-        return max(int(limit * share), MIN_PREFILL)
+        allowed = max(self._target_s, alone * (1 + _STRETCH))
+        if full is None or full <= allowed:
+            return limit
+        return max(int(limit * (allowed - alone) / (full - alone)), MIN_PREFILL)
