@@ -28,6 +28,8 @@ from services.gateway.tasks import Tasks
 from services.gateway.worker_pool import WorkerPool
 
 RETRY_S = 0.5
+# The router records the owner too, at once: what has ended after this time needs no second record.
+OWN_DELAY_S = 0.1
 
 
 class StoreEffects:
@@ -104,16 +106,17 @@ class StoreEffects:
 
     async def _write_ownership(self) -> None:
         while self._owning:
-            pool = next(iter(self._owning))
-            owned = [o for o in self._owning[pool].values() if self._table.get(o.request_id) is not None]
-            self._owning[pool] = {}
-            try:
-                await self._store.own(pool, owned)
-            except StoreUnavailable:
-                self._owning[pool] = {o.request_id: o for o in owned} | self._owning[pool]
-                await self._clock.sleep(RETRY_S)
-            if not self._owning[pool]:
-                del self._owning[pool]
+            await self._clock.sleep(OWN_DELAY_S)
+            for pool in list(self._owning):
+                owned = [o for o in self._owning[pool].values() if self._table.get(o.request_id) is not None]
+                self._owning[pool] = {}
+                try:
+                    await self._store.own(pool, owned)
+                except StoreUnavailable:
+                    self._owning[pool] = {o.request_id: o for o in owned} | self._owning[pool]
+                    await self._clock.sleep(RETRY_S)
+                if not self._owning[pool]:
+                    del self._owning[pool]
 
     async def _readmit(self, request: LiveRequest, action: Readmit) -> None:
         entry = admission_pb2.AdmissionEntry()
