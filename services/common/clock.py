@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Protocol
 
@@ -22,6 +23,10 @@ class Clock(Protocol):
         """Suspend the task for that many seconds of this clock."""
         ...
 
+    async def wait(self, event: asyncio.Event, seconds: float) -> None:
+        """Return when the event is set or so many seconds of this clock are over."""
+        ...
+
 
 class SystemClock:
     """The machine's clocks."""
@@ -34,3 +39,10 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def wait(self, event: asyncio.Event, seconds: float) -> None:
+        if event.is_set() or seconds <= 0:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()

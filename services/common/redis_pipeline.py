@@ -135,16 +135,15 @@ class _Line(asyncio.Protocol):
         )
         self._unsent: collections.deque[_Sent] = collections.deque()
         self._sent: collections.deque[_Sent] = collections.deque()
-        self._flush: asyncio.Handle | None = None
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._transport.set_protocol(self)
 
     def send(self, sent: _Sent) -> None:
-        """With what else comes in this turn of the loop; or, while replies are outstanding, once they have come."""
+        """At once; or, while replies are outstanding, once they have come."""
         self._unsent.append(sent)
-        if not self._sent and self._flush is None:
-            self._flush = self._loop.call_soon(self._write)
+        if not self._sent:
+            self._write()
 
     def data_received(self, data: bytes) -> None:
         """Replies, or parts of one."""
@@ -176,7 +175,6 @@ class _Line(asyncio.Protocol):
             waiter.set_result(reply)
 
     def _write(self) -> None:
-        self._flush = None
         if self._lost is None:
             return
         batch = [self._unsent.popleft() for _ in range(min(BATCH, len(self._unsent)))]

@@ -86,6 +86,8 @@ def tracer() -> trace.Tracer:
 
 def traceparent_of(span: trace.Span) -> str:
     """W3C traceparent of a span; empty when tracing is off."""
+    if not span.get_span_context().is_valid:
+        return ""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
     return carrier.get("traceparent", "")

@@ -181,16 +181,19 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     declared = request.headers.get("content-length", "0")
     if not (declared.isascii() and declared.isdigit()):
         raise InvalidRequest("`content-length` is not a number.", param="content-length")
-    too_large = PayloadTooLarge(f"The body is larger than {limits.body_bytes} bytes.")
     if len(declared) > 12 or int(declared) > limits.body_bytes:
-        raise too_large
+        raise _too_large(limits)
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_timeout_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limits.body_bytes:
-                    raise too_large
+                    raise _too_large(limits)
     except TimeoutError:
         raise DeadlineExceeded(f"The body did not arrive within {limits.body_timeout_s:g} s.") from None
     return bytes(body)
+
+
+def _too_large(limits: Limits) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body is larger than {limits.body_bytes} bytes.")

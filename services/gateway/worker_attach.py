@@ -134,10 +134,10 @@ class WorkerAttachment:
         self._hurry_up()
 
     def confirm(self, entry: worker_service_pb2.AckEntry) -> None:
-        """Send the last ack of a request that is no longer held."""
+        """Send the last ack of a request that is no longer held, with others: nobody waits for it."""
         if self.attached:
             self._final[entry.request_id] = entry
-            self._hurry_up()
+            self._wake.set()
 
     def reopen(self) -> None:
         """Break the stream; the next hello says what is held."""

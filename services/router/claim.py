@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 import structlog
 from opentelemetry import trace
@@ -30,6 +31,8 @@ MAX_HELD = BATCH
 MAX_SUBMITS = 4 * BATCH
 RESERVE_AFTER_S = 2.0
 IDLE_PERIOD_S = 1.0
+# A queue that a claim has emptied is looked at again after this time, for claims that others let expire.
+EMPTY_PERIOD_S = 0.5
 HELD_PERIOD_S = 0.1
 RENEW_PERIOD_S = CLAIM_LEASE_MS / 1000 / 3
 _BELL_TIMEOUT_MS = 1_000
@@ -63,6 +66,9 @@ class ClaimLoop:
         self._answered = asyncio.Event()
         self._spans: dict[str, trace.Span] = {}
         self._wake = asyncio.Event()
+        # When a pool's queue was last found empty, and for how many workers: caps of tenants grow with them.
+        self._emptied: dict[Pool, tuple[float, int]] = {}
+        self._rings = 0
         self._away = False
         self.draining = False
 
@@ -100,14 +106,17 @@ class ClaimLoop:
             roster.refresh(self._clock.monotonic())
             held_count = len(self._waiting) - self._waiting_suspects()
             count = min(roster.room, MAX_HELD - held_count, MAX_SUBMITS - len(self._submits))
-            if count <= 0:
+            if count <= 0 or self._is_empty(pool, roster.open_count):
                 continue
+            rings = self._rings
             try:
                 claims = await self._store.claim(pool, self._router_instance, count, workers=roster.open_count)
             except StoreUnavailable:
                 self._note_store(away=True)
                 return False
             self._note_store(away=False)
+            if len(claims) < count and rings == self._rings:
+                self._emptied[pool] = self._clock.monotonic(), roster.open_count
             self._hold(pool, claims)
             await self._redirect()
             self._place()
@@ -126,7 +135,11 @@ class ClaimLoop:
                 await self._clock.sleep(HELD_PERIOD_S)
             if rung != bells:
                 bells = rung
+                self._rings += 1
+                self._emptied.clear()
                 self.wake()
+                # The claim goes out before the bell is listened for again.
+                await asyncio.sleep(0)
             elif not pools:
                 await self._clock.sleep(HELD_PERIOD_S)
 
@@ -173,6 +186,11 @@ class ClaimLoop:
         for held in self._submits:
             self._forget(held)
         self._submits.clear()
+
+    def _is_empty(self, pool: Pool, worker_count: int) -> bool:
+        """The last claim left nothing to claim, and no bell rang since: a change of room alone is no cause."""
+        since, count = self._emptied.get(pool, (-math.inf, 0))
+        return worker_count <= count and self._clock.monotonic() - since < EMPTY_PERIOD_S
 
     def _waiting_suspects(self) -> int:
         """Held until a worker runs no other suspect: the rest must not wait for them."""
@@ -286,13 +304,7 @@ class ClaimLoop:
         """Until a wake-up, or for as long as the state may change by time alone."""
         settling = any(self._registry.roster(pool).settling for pool in self._registry.pools())
         period = VIEW_LAG_S if settling else HELD_PERIOD_S if self._waiting else IDLE_PERIOD_S
-        sleeper = asyncio.ensure_future(self._clock.sleep(period))
-        waker = asyncio.ensure_future(self._wake.wait())
-        try:
-            await asyncio.wait((sleeper, waker), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sleeper, waker):
-                task.cancel()
+        await self._clock.wait(self._wake, period)
 
     def _note_store(self, *, away: bool) -> None:
         if away != self._away:

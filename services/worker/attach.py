@@ -20,7 +20,7 @@ from services.worker.attempt_records import AttemptRecorder
 from services.worker.engine.request import EngineRequest
 from services.worker.engine_loop import LoopReport
 from services.worker.grammar_gate import GrammarGate
-from services.worker.load_reporter import LoadBoard, wait_for
+from services.worker.load_reporter import LoadBoard
 from services.worker.requests import Abort, GatewayLink, RequestTable
 from services.worker.streams import Failure, RequestStream
 from services.worker.terminals import TerminalWriter, gateway_lost_terminal
@@ -155,7 +155,7 @@ class GatewayHub:
     async def wait_ended(self, grace_s: float) -> bool:
         """Wait until no request is in hand, at most `grace_s`; False when some are left."""
         self._note_empty()
-        await wait_for(self._empty, self._clock, grace_s)
+        await self._clock.wait(self._empty, grace_s)
         return self._empty.is_set()
 
     def close_sessions(self) -> None:
@@ -173,7 +173,7 @@ class GatewayHub:
                 continue
             now = self._clock.monotonic()
             if due > now:
-                await wait_for(session.wake, self._clock, due - now)
+                await self._clock.wait(session.wake, due - now)
                 session.wake.clear()
                 continue
             events, touched = link.take_events(now)

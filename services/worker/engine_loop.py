@@ -76,6 +76,16 @@ class LoopReport:
     costs: list[ChoiceCost] = dataclasses.field(default_factory=list)
     kv: KVReport = dataclasses.field(default_factory=KVReport)
 
+    def with_later(self, report: LoopReport) -> LoopReport:
+        """Both in one; takes over the lists of this one."""
+        self.outputs.extend(report.outputs)
+        self.rejections.extend(report.rejections)
+        self.step_seconds.extend(report.step_seconds)
+        self.cache.extend(report.cache)
+        self.costs.extend(report.costs)
+        self.kv.extend(report.kv)
+        return dataclasses.replace(self, stats=report.stats or self.stats, failed=self.failed or report.failed)
+
 
 class EngineLoop:
     """Owner of the engine's thread. All methods are for the event loop's thread and return at once."""
@@ -96,7 +106,7 @@ class EngineLoop:
         self._mean_step_s = 0.0
         self._cache_told_at = -math.inf
         self._time = TimeAccount(clock.monotonic())
-        self._pending = LoopReport([], [], None, [], False)
+        self._pending: LoopReport | None = None
         self._wake_up_sent = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_report: Callable[[LoopReport], None] = lambda report: None
@@ -272,16 +282,7 @@ class EngineLoop:
 
     def _report(self, report: LoopReport) -> None:
         with self._condition:
-            pending = self._pending
-            pending.outputs.extend(report.outputs)
-            pending.rejections.extend(report.rejections)
-            pending.step_seconds.extend(report.step_seconds)
-            pending.cache.extend(report.cache)
-            pending.costs.extend(report.costs)
-            pending.kv.extend(report.kv)
-            self._pending = dataclasses.replace(
-                pending, stats=report.stats or pending.stats, failed=pending.failed or report.failed
-            )
+            self._pending = report if self._pending is None else self._pending.with_later(report)
             wake, self._wake_up_sent = not self._wake_up_sent, True
         if wake and self._loop is not None:
             with contextlib.suppress(RuntimeError):
@@ -295,8 +296,10 @@ class EngineLoop:
 
     def _deliver(self) -> None:
         with self._condition:
-            report, self._pending = self._pending, LoopReport([], [], None, [], False)
+            report, self._pending = self._pending, None
             self._wake_up_sent = False
+        if report is None:
+            return
         self._answer_canaries(report)
         self._on_report(report)
 

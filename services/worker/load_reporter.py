@@ -116,7 +116,6 @@ class LoadBoard:
             self._table.attached_gateways(),
             self.draining,
             self.ready,
-            len(self._table),
             self.prefill_count,
         )
         if shown != self._shown:
@@ -161,21 +160,9 @@ class LoadBoard:
         while True:
             changed = self._changed
             yield self.snapshot()
-            await wait_for(changed, self._clock, WATCH_PERIOD_S)
+            await self._clock.wait(changed, WATCH_PERIOD_S)
             if changed.is_set():
                 await self._clock.sleep(WATCH_COALESCE_S)
-
-
-async def wait_for(event: asyncio.Event, clock: Clock, seconds: float) -> None:
-    """Return when the event is set or so many seconds of `clock` are over."""
-    if event.is_set() or seconds <= 0:
-        return
-    tasks = {asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(seconds))}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def pool_ref(pool: Pool) -> common_pb2.PoolRef:
@@ -262,5 +249,6 @@ class LoadMetrics:
             self._step_seconds.observe(seconds)
         for index, (increase, read) in enumerate(self._totals):
             total = read(stats)
-            increase(total - self._seen[index])
-            self._seen[index] = total
+            if total != self._seen[index]:
+                increase(total - self._seen[index])
+                self._seen[index] = total

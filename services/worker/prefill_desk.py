@@ -29,7 +29,7 @@ from services.worker.engine_loop import EngineLoop, LoopReport
 from services.worker.kv_metrics import PeerMetrics
 from services.worker.kv_moves import ExportEnd, ExportRoom, Name
 from services.worker.kv_transport import BlockSender, KVTransfer, TransferError, Write, layout_message
-from services.worker.load_reporter import LoadBoard, WorkerIdentity, wait_for
+from services.worker.load_reporter import LoadBoard, WorkerIdentity
 from services.worker.requests import Abort
 
 # Blocks that are sent, and announced, together.
@@ -160,7 +160,7 @@ class PrefillDesk:
 
     async def wait_ended(self, grace_s: float) -> bool:
         """Wait until no session is left and no offer is open, at most `grace_s`; False when some are."""
-        await wait_for(self._empty, self._clock, grace_s)
+        await self._clock.wait(self._empty, grace_s)
         return self._empty.is_set()
 
     def fail_all(self) -> None:

@@ -32,7 +32,7 @@ from services.worker.kv_metrics import PeerMetrics
 from services.worker.kv_moves import ImportBlocks, ImportFailed, Name
 from services.worker.kv_staging import StagingArea
 from services.worker.kv_transport import Reception, TransferError, layout_message, share_of
-from services.worker.load_reporter import LoadBoard, WorkerIdentity, wait_for
+from services.worker.load_reporter import LoadBoard, WorkerIdentity
 from services.worker.peer_fetch import Call, PeerChannels, PeerFetch
 from services.worker.prefill_desk import BATCH_BYTES
 
@@ -313,7 +313,7 @@ class RemotePrefills:
         """Keep the peer's lease, and grant slots again, until cancelled or the call is over."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await wait_for(fetch.wake, self._clock, self._reception.lease_s / 3)
+                await self._clock.wait(fetch.wake, self._reception.lease_s / 3)
                 fetch.wake.clear()
                 await call.write(pb.PrefillRequest(renew=pb.PrefillRenew(slots=fetch.take_freed())))
 

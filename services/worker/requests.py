@@ -49,10 +49,12 @@ class GatewayLink:
         self._urgent = False
         self._last_frame_at = float("-inf")
 
-    def mark(self, stream: RequestStream, *, urgent: bool) -> None:
-        """Something of `stream` is unsent; urgent things do not wait for company."""
+    def mark(self, stream: RequestStream, *, urgent: bool) -> bool:
+        """Something of `stream` is unsent; urgent things wait for no company. True: the next frame is due sooner."""
+        sooner = not self._dirty or (urgent and not self._urgent)
         self._dirty[stream.facts.request_id] = None
         self._urgent = self._urgent or urgent
+        return sooner
 
     def add_loose(self, event: worker_service_pb2.Event) -> None:
         """An answer about a request that is not in hand."""
@@ -113,7 +115,7 @@ class RequestTable:
     @property
     def pending_block_count(self) -> int:
         """Blocks that prompts not yet started will take."""
-        return sum(s.facts.prompt_block_count for s in self._streams.values() if not s.started and not s.ended)
+        return sum(s.facts.prompt_block_count for s in self._streams.values() if s.marks.start is None and not s.ended)
 
     @property
     def suspect_count(self) -> int:
@@ -145,11 +147,11 @@ class RequestTable:
         link = self.links[facts.gateway_instance]
         link.streams[facts.request_id] = stream
         self._streams[facts.request_id] = stream
-        link.mark(stream, urgent=True)
+        link.mark(stream, urgent=False)
         return older
 
     def apply(self, outputs: Iterable[EngineOutput], *, now: float, now_wall: float) -> tuple[set[str], list[Abort]]:
-        """Take one step's outputs. Returns gateways with something new, and choices the engine must stop."""
+        """Take one step's outputs. Returns gateways whose next frame is due sooner, and what the engine must stop."""
         changed: set[str] = set()
         aborts: list[Abort] = []
         for output in outputs:
@@ -165,8 +167,8 @@ class RequestTable:
                 aborts.append(Abort(stream.facts.request_id, stream.facts.epoch))
             self._note_end(stream, now)
             link = self.links[stream.facts.gateway_instance]
-            link.mark(stream, urgent=urgent)
-            changed.add(link.instance)
+            if link.mark(stream, urgent=urgent):
+                changed.add(link.instance)
         return changed, aborts
 
     def fail(self, request_id: str, epoch: int, failure: Failure, *, now: float, now_wall: float) -> str | None:

@@ -159,7 +159,7 @@ class RequestStream:
     @property
     def ended(self) -> bool:
         """Nothing more will be produced."""
-        return self.failure is not None or all(choice.finish is not None for choice in self.choices.values())
+        return self.marks.end is not None
 
     @property
     def started(self) -> bool:
@@ -198,8 +198,8 @@ class RequestStream:
         elif output.finish_reason is not None:
             choice.finish = (output.finish_reason, output.stop_token_id)
             self.slot_count -= 1
-        if self.ended:
-            self.marks.end = now_wall
+            if all(choice.finish is not None for choice in self.choices.values()):
+                self.marks.end = now_wall
         return urgent
 
     def note_cancel(self, now_wall: float) -> None:

@@ -30,6 +30,16 @@ class FakeClock:
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), future))
         await future
 
+    async def wait(self, event: asyncio.Event, seconds: float) -> None:
+        if event.is_set() or seconds <= 0:
+            return
+        tasks = {asyncio.ensure_future(event.wait()), asyncio.ensure_future(self.sleep(seconds))}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     @property
     def sleeper_count(self) -> int:
         """How many wait for time to move."""

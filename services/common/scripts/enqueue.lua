@@ -80,8 +80,8 @@ local entry = call('HINCRBY', Q, 'seq', 1) .. '-1'
 local behind = call('ZCARD', P .. 'age:interactive')
 local all = behind + call('ZCARD', P .. 'age:batch')
 if class == 'batch' then behind = all end
--- A tenant that comes may be claimed though others wait: for room, or under their own caps.
-if all == 0 or readmit or not call('ZSCORE', act, tenant) then ring() end
+-- A tenant that comes may be claimed though others wait: for room, or under their own caps, which may be new.
+if all == 0 or readmit or not call('ZSCORE', act, tenant) or call('HEXISTS', T, 'caps|' .. tenant) == 1 then ring() end
 if counts[1] == 0 then call('HSET', Q, 'busy_since', now) end
 call('HINCRBY', Q, 'n', 1)
 call('HINCRBY', Q, 'bytes', #body)

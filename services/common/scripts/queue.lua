@@ -23,6 +23,7 @@ local function read(id)
   return r
 end
 
+-- Rung when something may be claimed that could not be before: routers claim from a queue found empty for no other cause.
 local function ring() call('XADD', P .. 'bell', 'MAXLEN', 1, '*', 'b', '1') end
 
 -- One fresh entry less; a tenant with none left takes its virtual time out of the active set.
@@ -81,6 +82,8 @@ local function uncount(r)
   add(T, 'slots|' .. r.tenant, -tonumber(r.slots))
   add(T, 'tokens|' .. r.tenant, -tonumber(r.cost))
   call('HDEL', req(r.id), 'counted')
+  -- What waited for this tenant's caps may be claimed now.
+  if call('HEXISTS', T, 'n|' .. r.tenant) == 1 then ring() end
 end
 
 -- One request is always let through.
