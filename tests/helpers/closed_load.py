@@ -33,10 +33,6 @@ class Tried:
     def first_at(self) -> float:
         return self.began + self.first_s
 
-    @property
-    def ended(self) -> float:
-        return self.began + self.whole_s
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused:
@@ -84,9 +80,11 @@ class Load:
             refusals += 1
             await asyncio.sleep(tried)
 
-    def tokens_between(self, start: float, end: float) -> int:
-        """Tokens of the requests that ended in this time."""
-        return sum(each.tokens for each in self.done if start <= each.ended < end)
+    async def tokens_a_second(self, for_s: float) -> float:
+        """Tokens that come a second from now on, while the clients run."""
+        began, before = time.monotonic(), self.delivered
+        await asyncio.sleep(for_s)
+        return (self.delivered - before) / (time.monotonic() - began)
 
     async def _ask_on(self, name: str) -> None:
         async with self.client() as client:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import redis.asyncio as aioredis
 
-from services.common.admission_scripts import ScriptRunner
+from services.common.admission_scripts import PRELUDES, ScriptRunner
 from services.common.admission_store import AdmissionStore, usage_stream
 from services.common.admission_types import KeyRecord, Ownership, Pool, PoolCaps, QuotaLimits, Reserve, WorkerRecord
 from services.common.errors import StoreUnavailable
 from services.common.redis_client import connect
 from services.common.redis_pipeline import Arg
+from services.common.route_store import RouteStore
+from services.common.routes import RouteTable
 from services.common.streams import UsageStream
+from services.gateway.idempotency_store import IdempotencyStore
 from tests.helpers.admission import CAPS, POOL, StoreTime, make_entry, make_store, make_terminal, open_budget
 from tests.helpers.redis import RedisProcess
 
@@ -88,7 +91,7 @@ def hash_slot(key: bytes) -> int:
 async def test_every_key_of_every_script_is_in_one_slot(
     redis_client: aioredis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spans: list[set[int]] = []
+    spans: list[tuple[str, set[int]]] = []
     real = ScriptRunner.run
 
     async def spy(self: ScriptRunner, name: str, keys: Sequence[str], *args: Arg | None) -> Any:
@@ -98,7 +101,7 @@ async def test_every_key_of_every_script_is_in_one_slot(
             touched = set()
             while "end of script" not in (command := (await monitor.next_command())["command"]):
                 touched |= {part for part in command.split(" ") if part.startswith("mr:{")}
-        spans.append({hash_slot(key.encode()) for key in (*touched, *keys)})
+        spans.append((name, {hash_slot(key.encode()) for key in (*touched, *keys)}))
         return result
 
     monkeypatch.setattr(ScriptRunner, "run", spy)
@@ -118,13 +121,18 @@ async def test_every_key_of_every_script_is_in_one_slot(
     await store.enqueue(POOL, make_entry("r2"), PoolCaps(requests=0))
     await store.finish(POOL, [make_terminal("r1")])
     await store.settle("acme", "r1", 5, 5)
+    await store.enqueue(POOL, make_entry("r3"), CAPS)
+    await store.close_claims(POOL, await store.claim(POOL, "router-1", 1))
     await store.register_worker(WORKER)
     await store.list_workers()
+    await RouteStore(redis_client).replace(RouteTable(), who="ann", why="none")
+    await IdempotencyStore(redis_client).claim("acme", "key", "token", body="b", owner="gateway-1", instead_of=None)
 
-    assert len(spans) == 16
-    assert all(len(slots) == 1 for slots in spans)
+    assert {name for name, _ in spans} == set(PRELUDES)
+    assert [name for name, slots in spans if len(slots) != 1] == []
     keys = {key: hash_slot(key) for key in await redis_client.keys("*")}
-    assert len(set(keys.values())) == 3
+    # The tenant's, the pool's, the workers' and the routes'.
+    assert len(set(keys.values())) == 4
     assert hash_slot(b"mr:{123456789}:x") == 0x31C3 % 16_384
 
 
