@@ -110,11 +110,13 @@ def test_no_stream_is_lost_when_workers_are_cut_off_from_the_gateway(stack: Stac
     chance, nemesis = random.Random(SEED), Nemesis(stack, SEED)
     streams = streams_of(stack, chance)
     run = Path(stack.state.router_address.removeprefix("unix:")).parent
+    # The process' own address, to which the known name leads.
+    sockets = [(run / f"worker-{n}.sock").resolve() for n in (1, 2)]
 
     async def scenario() -> list[int]:
         baseline = await baseline_blocks(stack)
         async with contextlib.AsyncExitStack() as standing:
-            links = [await standing.enter_async_context(CutLink(run / f"worker-{n}.sock").standing()) for n in (1, 2)]
+            links = [await standing.enter_async_context(CutLink(socket).standing()) for socket in sockets]
             # One that starts now dials through the links.
             stack.signal("gateway", signal.SIGKILL)
             async with streams.running(STREAMS):
@@ -122,7 +124,7 @@ def test_no_stream_is_lost_when_workers_are_cut_off_from_the_gateway(stack: Stac
                     await in_full_flow(stack, streams)
                     gateway, link = nemesis.pid("gateway"), chance.choice(links)
                     assert gateway is not None
-                    await until(lambda pid=gateway: all(pid in each.processes() for each in links))
+                    await all_attached(links, gateway)
                     print(f"{kind} for {seconds:g} s with {streams.in_flight()} streams in flight")
                     await link.cut(gateway, kind, seconds)
                     assert nemesis.pid("gateway") == gateway
@@ -131,3 +133,8 @@ def test_no_stream_is_lost_when_workers_are_cut_off_from_the_gateway(stack: Stac
 
     baseline = asyncio.run(scenario())
     judge(stack, nemesis, streams, baseline)
+
+
+async def all_attached(links: list[CutLink], gateway: int) -> None:
+    """Wait until this gateway is connected through each link."""
+    await until(lambda: all(gateway in link.processes() for link in links))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis
 
-from services.common.admission_store import pool_key
+from services.common.admission_scripts import pool_key
 from services.common.admission_types import Pool
 from tests.helpers.closed_load import SEED, Load, Tried, percentile
 from tests.helpers.nemesis import redis_socket
