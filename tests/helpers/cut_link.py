@@ -40,11 +40,11 @@ class CutLink:
             yield self
         finally:
             server.close()
+            for link in self._links:
+                _abort(link)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            for link in self._links:
-                _abort(link)
             self._behind.rename(self._path)
 
     def processes(self) -> set[int]:
@@ -79,6 +79,7 @@ class CutLink:
         await asyncio.wait(pumps)
         self._tasks -= pumps
         self._links.discard(link)
+        _abort(link)
 
     async def _pump(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
