@@ -1,11 +1,11 @@
 """One router process: requests a second from the queue to a worker's acceptance and recorded ownership, and its growth.
 
-Real Redis, a router of its own process, workers in this one that take every Submit at once and show it within 5 ms. The
-queue is full before the workers show room; the time is that until no request is without an owner. `router_cpu_us` is
-the router's own processor time a request and says most on a busy machine. Then, on an idle stack of the echo model with
-all services in this process: the time from the last byte of a body handed to the gateway's connection until a worker
-has accepted the request, one request after the other. Prints tables, writes `benchmarks/results/router.json`.
-Never run by tests.
+Three parts. `throughput`: real Redis, a router of its own process, workers in this one that take every Submit at once
+and show it within 5 ms. The queue is full before the workers show room; the time is that until no request is without an
+owner. Router, Redis and workers share the machine: their processor time a request, in microseconds, says which of them
+it went to. `idle`: an idle stack of the echo model with all services in this process; the time from the last byte of a
+body handed to the gateway's connection until a worker has accepted the request, one request after the other. `frames`:
+see `worker_frames`. Prints tables, writes `benchmarks/results/router.json` and `.md`. Never run by tests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any
 from millrace.worker.v1 import worker_service_pb2
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from benchmarks.results import cpu_ms, save
+from benchmarks.results import RESULTS, cpu_ms, save
+from benchmarks.worker_frames import GATEWAYS, frames
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import PoolCaps, Queued
 from services.common.redis_client import connect
@@ -40,8 +41,9 @@ from tests.helpers.redis import RedisProcess
 from tests.helpers.waiting import until
 
 ROOT = Path(__file__).parents[1]
-# (tenants, workers): growth with the one, then with the other.
-SIZES = ((1, 16), (100, 16), (10_000, 16), (100, 1), (100, 256))
+PARTS = ("throughput", "idle", "frames")
+TENANTS = (1, 100, 10_000)
+WORKERS = (1, 16, 256)
 PROMPT_TOKENS = 256
 SLOTS = 256
 SHOWN_AFTER_S = 0.005
@@ -59,6 +61,8 @@ class Throughput:
     requests: int
     per_second: int
     router_cpu_us: float
+    redis_cpu_us: float
+    workers_cpu_us: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +98,11 @@ class EagerWorker(FakeWorker):
             self._showing = True
             asyncio.get_running_loop().call_later(SHOWN_AFTER_S, self._show)
         return worker_service_pb2.SubmitResponse(
-            request_id=request.entry.request_id, epoch=request.epoch, worker_instance=self.instance, accepted=True
+            request_id=request.entry.request_id,
+            epoch=request.epoch,
+            worker_instance=self.instance,
+            accepted=True,
+            watch_sequence=self.sequence,
         )
 
     def _show(self) -> None:
@@ -166,18 +174,24 @@ async def throughput(redis: RedisProcess, *, tenants: int, workers: int, request
             async with eager_workers(store, workers) as served:
                 async with asyncio.timeout(30):
                     await asyncio.gather(*(worker.watched.wait() for worker in served))
-                cpu, began = cpu_ms(pid), time.perf_counter()
+                began, before = time.perf_counter(), _cpu_us(pid, redis)
                 for worker in served:
                     worker.slots = SLOTS
                     worker.change()
                 await until(lambda: is_empty(store))
-                spent, used = time.perf_counter() - began, cpu_ms(pid) - cpu
+                spent, after = time.perf_counter() - began, _cpu_us(pid, redis)
         taken = sum(worker.taken for worker in served)
         if taken != requests:
             raise SystemExit(f"{taken} submits were accepted of {requests} requests")
     finally:
         await client.aclose()
-    return Throughput(tenants, workers, requests, round(requests / spent), round(used * 1000 / requests, 1))
+    used = [round((late - early) / requests, 1) for early, late in zip(before, after, strict=True)]
+    return Throughput(tenants, workers, requests, round(requests / spent), *used)
+
+
+def _cpu_us(router_pid: int, redis: RedisProcess) -> tuple[float, ...]:
+    """Processor time so far of router, Redis and this process."""
+    return tuple(cpu_ms(pid) * 1000 for pid in (router_pid, redis.pid, os.getpid()))
 
 
 async def idle(redis: RedisProcess, count: int) -> Idle:
@@ -216,25 +230,45 @@ def table(rows: Sequence[Any]) -> str:
     return "\n".join(["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *lines])
 
 
-async def run(requests: int, idle_requests: int) -> tuple[list[Throughput], Idle]:
-    """Everything, on one Redis."""
+async def run(arguments: argparse.Namespace) -> dict[str, list[Any]]:
+    """Rows by part, on one Redis."""
+    rows: dict[str, list[Any]] = {}
     redis = RedisProcess(append_only=False).start()
     try:
-        rows = [await throughput(redis, tenants=t, workers=w, requests=requests) for t, w in SIZES]
-        return rows, await idle(redis, idle_requests)
+        for part in arguments.parts:
+            rows[part] = [row async for row in _measured(redis, part, arguments)]
+            print(f"{table(rows[part])}\n", flush=True)
     finally:
         redis.stop()
+    return rows
+
+
+async def _measured(redis: RedisProcess, part: str, arguments: argparse.Namespace) -> AsyncIterator[Any]:
+    if part == "throughput":
+        for workers in arguments.workers:
+            for tenants in arguments.tenants:
+                yield await throughput(redis, tenants=tenants, workers=workers, requests=arguments.requests)
+    elif part == "idle":
+        yield await idle(redis, arguments.idle_requests)
+    else:
+        for gateways in arguments.gateways:
+            yield await frames(redis, gateways)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=2_000, help="requests a measurement, at least one a tenant")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tenants", nargs="+", type=int, default=list(TENANTS))
+    parser.add_argument("--workers", nargs="+", type=int, default=list(WORKERS))
+    parser.add_argument("--gateways", nargs="+", type=int, default=list(GATEWAYS))
+    parser.add_argument("--requests", type=int, default=4_000, help="requests a measurement, at least one a tenant")
     parser.add_argument("--idle-requests", type=int, default=300)
     arguments = parser.parse_args()
-    rows, latency = asyncio.run(run(arguments.requests, arguments.idle_requests))
-    print(f"{table(rows)}\n\n{table([latency])}")
+    rows = asyncio.run(run(arguments))
     config = {**vars(arguments), "prompt_tokens": PROMPT_TOKENS, "slots": SLOTS}
-    print(save("router", config, [*map(dataclasses.asdict, rows), {"idle": dataclasses.asdict(latency)}]))
+    tables = "\n\n".join(f"## {part}\n\n{table(measured)}" for part, measured in rows.items())
+    (RESULTS / "router.md").write_text(f"# Router\n\n`python -m benchmarks.router`\n\n{tables}\n")
+    print(save("router", config, [{part: [*map(dataclasses.asdict, measured)]} for part, measured in rows.items()]))
 
 
 if __name__ == "__main__":

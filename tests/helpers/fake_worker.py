@@ -56,6 +56,11 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         return self
 
     @property
+    def sequence(self) -> int:
+        """Number of the last view that was made."""
+        return self._sequence
+
+    @property
     def record(self) -> WorkerRecord:
         assert self._server is not None
         return WorkerRecord(self.instance, self._server.address, "echo", self.version, POOL, self.role)

@@ -85,6 +85,12 @@ class RedisProcess:
     def tcp_url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
+    @property
+    def pid(self) -> int:
+        """Of the running server."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> RedisProcess:
         """Start the server and wait until it answers. Blocks."""
         self._process = subprocess.Popen(
