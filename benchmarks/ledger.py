@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
-import itertools
 import math
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC
 from pathlib import Path
 
-import psycopg
 import redis.asyncio as aioredis
 import sqlalchemy as sa
 from millrace.usage.v1 import usage_event_pb2
 
+from benchmarks.ledger_databases import databases, settle
 from benchmarks.ledger_rows import TENANTS, load, make_events
 from benchmarks.results import cpu_ms, machine, save
 from services.common.admission_scripts import pool_key
@@ -37,7 +34,6 @@ from services.common.redis_client import connect
 from services.usage.consumer import Consumer
 from services.usage.ledger import last_row_id
 from services.usage.store import Store, open_store
-from tests.helpers.postgres import PostgresProcess
 from tests.helpers.redis import RedisProcess
 from tests.helpers.usage import make_attempt, report_of
 
@@ -59,29 +55,6 @@ class Result:
     cpu_us: float
     server_cpu_us: float
     load: float
-
-
-@contextlib.contextmanager
-def databases(kind: str) -> Iterator[Callable[[], str]]:
-    """Makes URLs of empty databases, of one server, that keep what they commit."""
-    if kind == "sqlite":
-        with tempfile.TemporaryDirectory() as folder:
-            numbers = itertools.count()
-            yield lambda: f"sqlite:///{folder}/usage-{next(numbers)}.sqlite3"
-        return
-    server = PostgresProcess({"fsync": "on", "shared_buffers": "256MB", "max_wal_size": "4GB"}).start()
-    try:
-        yield server.new_database
-    finally:
-        server.stop()
-
-
-def settle(url: str) -> None:
-    """What the load left for later is done before anything is measured."""
-    if url.startswith("postgresql"):
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute("VACUUM ANALYZE")
-            connection.execute("CHECKPOINT")
 
 
 async def measure(client: aioredis.Redis, store: Store, batch: int, count: int) -> tuple[float, float, float]:
@@ -159,10 +132,10 @@ async def measure_in_turns(stores: Mapping[int, Store], arguments: argparse.Name
 def _measure_all(arguments: argparse.Namespace) -> list[Result]:
     results = []
     for kind in arguments.databases:
-        with databases(kind) as new_url:
+        with databases(kind, arguments.keep) as url_of:
             stores = {}
             for rows in sorted(arguments.rows):
-                url = new_url()
+                url = url_of(f"rows_{rows}")
                 stores[rows] = open_store(url)
                 load(stores[rows], rows)
                 settle(url)
@@ -176,6 +149,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file to write instead of benchmarks/results/ledger.json")
+    parser.add_argument("--keep", type=Path, help="folder in which filled databases stay for the next run")
     parser.add_argument("--databases", nargs="+", default=["sqlite", "postgresql"])
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256, 1024])

@@ -7,6 +7,8 @@ message followed by the row's own ones, in hexadecimal: to a reader that is one 
 from __future__ import annotations
 
 import binascii
+import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -29,7 +31,10 @@ TENANTS = 50
 KEYS = 4
 # Rows a transaction of the load, and transactions at once where the database takes several.
 CHUNK = 50_000
+TOLD_EVERY = 10 * CHUNK
 AT_ONCE = 3
+# Seconds of the load: a day that is not over is not sealed while something is measured.
+_NOW = ("extract(epoch FROM now())", "strftime('%s')")
 # Marks of a request but its end, by their fields.
 MARKS = {1: "admit_time", 4: "start_time", 5: "first_token_time"}
 END = 6
@@ -60,7 +65,9 @@ def make_events(first: int, count: int) -> list[usage_event_pb2.UsageEvent]:
 
 
 def load(store: Store, rows: int) -> None:
-    """Add rows and their attempts until the ledger has `rows`; balances and head then say so. Blocks."""
+    """Add rows and their attempts until the ledger has `rows`; balances and head then say so. Blocks, telling progress
+    on standard error. A load that was interrupted cannot go on: its database must go.
+    """
     if store.read_sync(last_row_id) == 0:
         _insert_first(store)
     have = store.read_sync(last_row_id)
@@ -78,9 +85,25 @@ def load(store: Store, rows: int) -> None:
 
         store.write_sync(work)
 
+    began = time.perf_counter()
+    indexes = [each for table in (schema.ledger, schema.attempts) for each in table.indexes]
+    for index in indexes:
+        # One that is made of all rows at once costs a fraction of one that grows with them.
+        store.write_sync(index.drop)
     with ThreadPoolExecutor(1 if store.dialect == "sqlite" else AT_ONCE) as pool:
-        list(pool.map(insert, spans))
+        for (_, last), _ in zip(spans, pool.map(insert, spans), strict=True):
+            if last % TOLD_EVERY == 0:
+                _say(last - have, rows - have, began)
+    for index in indexes:
+        store.write_sync(index.create)
     store.write_sync(lambda connection: _sum_up(connection, rows))
+    _say(rows - have, rows - have, began)
+
+
+def _say(done: int, rows: int, began: float) -> None:
+    spent = time.perf_counter() - began
+    told = f"{done:,} of {rows:,} rows loaded in {spent:.0f} s, {done / spent:,.0f} a second"
+    print(told, file=sys.stderr, flush=True)
 
 
 def _insert_first(store: Store) -> None:
@@ -138,7 +161,7 @@ class _Statements:
         counts = {"prompt_tokens": self.PROMPT, "cached_tokens": self.CACHED, "completion_tokens": self.COMPLETION}
         own = {f"{part}_{name}": count for part in ("delivered", "billed") for name, count in counts.items()}
         begin, end = self._time(f"{self.SECONDS} - 1"), self._time(self.SECONDS)
-        own |= dict.fromkeys(MARKS.values(), begin) | dict.fromkeys(("end_time", "insert_time"), end)
+        own |= dict.fromkeys(MARKS.values(), begin) | {"end_time": end, "insert_time": self._time(_NOW[self._sqlite])}
         return own | {
             "row_id": "n",
             "request_id": self._request_id,

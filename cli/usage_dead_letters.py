@@ -26,7 +26,13 @@ def dead_letters(
         taken = 0
         if replay:
             taken = (await stub.ReplayDeadLetters(pb.ReplayDeadLettersRequest(), metadata=metadata)).taken_count
-        return taken, list((await stub.ListDeadLetters(pb.ListDeadLettersRequest(), metadata=metadata)).letters)
+        page = await stub.ListDeadLetters(pb.ListDeadLettersRequest(), metadata=metadata)
+        letters = list(page.letters)
+        while page.next_page_token:
+            request = pb.ListDeadLettersRequest(page_token=page.next_page_token)
+            page = await stub.ListDeadLetters(request, metadata=metadata)
+            letters += page.letters
+        return taken, letters
 
     taken, letters = call_usage(usage_address, work)
     if replay:

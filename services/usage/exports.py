@@ -16,11 +16,10 @@ import struct
 from collections.abc import AsyncIterator
 
 import sqlalchemy as sa
-from google.protobuf import timestamp_pb2
-from millrace.usage.v1 import usage_event_pb2
 from millrace.usage.v1 import usage_service_pb2 as pb
 
 from services.common.errors import InvalidRequest
+from services.usage.events import EPOCH
 from services.usage.ledger import RowFilter, StoredRow, read_rows
 from services.usage.records import digest_of_record, record_of
 from services.usage.selection import Selection
@@ -30,26 +29,33 @@ PAGE_ROWS = 500
 CURSOR = struct.Struct(">BQ8s")
 CURSOR_VERSION = 1
 
-Page = list[tuple[pb.LedgerRow, bytes]]
 
-
-async def export_pages(store: Store, chosen: Selection, after: int, until: int) -> AsyncIterator[Page]:
-    """Rows of `chosen` with ids in (after, until], each with the digest of its record."""
+async def export_pages(
+    store: Store, chosen: Selection, after: int, until: int
+) -> AsyncIterator[pb.ExportUsageResponse]:
+    """Rows of `chosen` with ids in (after, until], each with the digest of its record; nothing else is set."""
     while after < until:
         wanted = RowFilter(chosen, after_row_id=after, last_row_id=until)
         page = await store.read(functools.partial(_read_page, wanted=wanted))
-        if not page:
+        if not page.rows:
             return
+        after = page.rows[-1].row_id
         yield page
-        after = page[-1][0].row_id
 
 
 def ledger_row(row: StoredRow) -> pb.LedgerRow:
     """One row as the wire has it."""
-    stamp = timestamp_pb2.Timestamp()
-    stamp.FromDatetime(row.insert_time)
-    event = usage_event_pb2.UsageEvent.FromString(row.event)
-    return pb.LedgerRow(row_id=row.row_id, event=event, insert_time=stamp)
+    made = pb.LedgerRow()
+    _fill(made, row)
+    return made
+
+
+def _fill(made: pb.LedgerRow, row: StoredRow) -> None:
+    since = row.insert_time - EPOCH
+    made.row_id = row.row_id
+    made.insert_time.seconds, made.insert_time.nanos = since.days * 86_400 + since.seconds, since.microseconds * 1_000
+    # Read where it belongs: a message that is handed over is copied.
+    made.event.MergeFromString(row.event)
 
 
 def subject_of(chosen: Selection) -> str:
@@ -75,9 +81,13 @@ def decode_cursor(text: str, chosen: Selection) -> int:
     return int(row_id)
 
 
-def _read_page(connection: sa.Connection, wanted: RowFilter) -> Page:
-    rows = [ledger_row(row) for row in read_rows(connection, wanted, PAGE_ROWS)]
-    return [(row, digest_of_record(record_of(row))) for row in rows]
+def _read_page(connection: sa.Connection, wanted: RowFilter) -> pb.ExportUsageResponse:
+    page = pb.ExportUsageResponse()
+    for stored in read_rows(connection, wanted, PAGE_ROWS):
+        row = page.rows.add()
+        _fill(row, stored)
+        page.digests.append(digest_of_record(record_of(row)))
+    return page
 
 
 def _mark(chosen: Selection) -> bytes:

@@ -24,6 +24,8 @@ from services.usage.spending import move_key_balances
 from services.usage.store import insert_into
 
 SUM_PAGE = 1_000
+# A letter is up to a mebibyte.
+LETTER_PAGE = 50
 # Reason of a dead letter.
 CONFLICT = "another event of this request is in the ledger, and says something else"
 
@@ -36,6 +38,11 @@ class DeadLetter:
     entry_id: str
     reason: str
     payload: bytes
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Stream and entry: the key."""
+        return self.stream, self.entry_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,11 +178,14 @@ def sum_rows(connection: sa.Connection) -> list[Balance]:
     return [sums[key] for key in sorted(sums)]
 
 
-def read_dead_letters(connection: sa.Connection) -> list[DeadLetter]:
-    """Every dead letter, oldest first."""
+def read_dead_letters(connection: sa.Connection, after: tuple[str, str] = ("", "")) -> list[DeadLetter]:
+    """A page of dead letters by stream and entry, those after the `place` of another; empty after the last."""
     table = schema.dead_letters
     query = sa.select(table.c.stream, table.c.entry_id, table.c.reason, table.c.payload)
-    return [DeadLetter(*row) for row in connection.execute(query.order_by(table.c.insert_time, table.c.entry_id))]
+    stream, entry_id = after
+    later = (table.c.stream > stream) | ((table.c.stream == stream) & (table.c.entry_id > entry_id))
+    query = query.where(later).order_by(table.c.stream, table.c.entry_id).limit(LETTER_PAGE)
+    return [DeadLetter(*row) for row in connection.execute(query)]
 
 
 def _row_query() -> sa.Select[tuple[int, bytes, datetime]]:

@@ -20,7 +20,7 @@ from millrace.usage.v1 import usage_event_pb2
 from services.usage import schema
 from services.usage.drift import AttemptSide, Cause, RowSide, cause_of, own_attempts, worker_total
 from services.usage.events import Tokens
-from services.usage.ledger import CONFLICT
+from services.usage.ledger import CONFLICT, LETTER_PAGE
 from services.usage.selection import Selection
 from services.usage.store import Store
 
@@ -140,7 +140,8 @@ def _doubled(connection: sa.Connection) -> set[str]:
     """Requests of which a second event said something else."""
     table = schema.dead_letters
     found = set()
-    for payload in connection.execute(sa.select(table.c.payload).where(table.c.reason == CONFLICT)).scalars():
+    query = sa.select(table.c.payload).where(table.c.reason == CONFLICT)
+    for payload in connection.execute(query.execution_options(yield_per=LETTER_PAGE)).scalars():
         try:
             found.add(usage_event_pb2.UsageEvent.FromString(bytes(payload)).request_id)
         except protobuf_message.DecodeError:

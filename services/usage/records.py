@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 from google.protobuf import timestamp_pb2
 from millrace.common.v1 import common_pb2
+from millrace.usage.v1 import usage_event_pb2
 from millrace.usage.v1 import usage_service_pb2 as pb
 
 # Columns are only ever added at the end.
@@ -35,22 +40,24 @@ Record = dict[str, Value]
 DIGEST_BYTES = 16
 EVENT_TYPE = "millrace.request"
 EVENT_SOURCE = "millrace/gateway"
-# What a spreadsheet would take for a formula; an apostrophe leads it, and what begins with one.
 _TRUTH = ("false", "true")
+_QUOTED = re.compile(r'[",\r\n]')
+# What a spreadsheet would take for a formula; an apostrophe leads it, and what begins with one.
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "'")
 
 
 def record_of(row: pb.LedgerRow) -> Record:
     """One row by column name; times are RFC 3339 in UTC or empty."""
-    event, times, billed = row.event, row.event.times, row.event.billed
+    event = row.event
+    times, billed, model, tags = event.times, event.billed, event.model, event.metadata
     values: tuple[Value, ...] = (
         row.row_id,
         event.request_id,
         event.tenant,
         event.project,
         event.key_id,
-        event.model.model,
-        event.model.version,
+        model.model,
+        model.version,
         _word(_PRIORITY, event.priority_class),
         _word(_LENGTH, event.length_class),
         _word(_TERMINAL, event.terminal_state),
@@ -61,22 +68,29 @@ def record_of(row: pb.LedgerRow) -> Record:
         billed.completion_token_count,
         billed.reasoning_token_count,
         event.delivered.completion_token_count,
-        *(_time(times, name) for name in ("admit_time", "start_time", "first_token_time", "end_time")),
+        _time(times, "admit_time"),
+        _time(times, "start_time"),
+        _time(times, "first_token_time"),
+        _time(times, "end_time"),
         event.attempt,
         event.worker_instance,
         event.gateway_instance,
         event.user,
-        dict(sorted(event.metadata.items())),
+        {name: tags[name] for name in sorted(tags)},
         _stamp(row.insert_time),
         _time(times, "claim_time"),
-        _TRUTH[event.latency.targets_met] if event.latency.HasField("targets_met") else "",
+        _met(event.latency) if event.HasField("latency") else "",
     )
     return dict(zip(COLUMNS, values, strict=True))
 
 
+def _met(latency: usage_event_pb2.Latency) -> str:
+    return _TRUTH[latency.targets_met] if latency.HasField("targets_met") else ""
+
+
 def digest_of_record(record: Record) -> bytes:
     """The first 16 bytes of SHA-256 over the record's values as compact JSON."""
-    return hashlib.sha256(_json(list(record.values())).encode()).digest()[:DIGEST_BYTES]
+    return hashlib.sha256(msgspec.json.encode(list(record.values()))).digest()[:DIGEST_BYTES]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +110,7 @@ class LineFormat:
 
 def csv_line(record: Record) -> str:
     """RFC 4180. Text that a spreadsheet would take for a formula is led by an apostrophe."""
-    return _csv([_cell(value) for value in record.values()])
+    return ",".join(map(_cell, record.values())) + "\n"
 
 
 def _read_csv(line: str) -> Record:
@@ -159,28 +173,28 @@ def _known(count: int) -> tuple[str, ...]:
     return found[0]
 
 
-def _csv(cells: Iterable[object]) -> str:
-    out = io.StringIO()
-    # With this terminator the writer quotes both characters; readers take a bare one for the end of a line.
-    csv.writer(out, lineterminator="\r\n").writerow(cells)
-    return out.getvalue().removesuffix("\r\n") + "\n"
+def _cell(value: Value) -> str:
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, dict):
+        text = json.dumps(value, ensure_ascii=False, sort_keys=True) if value else ""
+    else:
+        text = "'" + value if value.startswith(FORMULAS) else value
+    # Readers take a bare \r or \n for the end of a line.
+    return '"' + text.replace('"', '""') + '"' if _QUOTED.search(text) else text
+
+
+def _csv_head(columns: Sequence[str]) -> str:
+    return ",".join(columns) + "\n"
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _cell(value: Value) -> str | int:
-    if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False, sort_keys=True) if value else ""
-    if isinstance(value, str) and value.startswith(FORMULAS):
-        return "'" + value
-    return value
+    return msgspec.json.encode(value).decode()
 
 
 FORMATS: Mapping[str, LineFormat] = {
     "csv": LineFormat(
-        "text/csv", _csv(COLUMNS), csv_line, _read_csv, tuple(_csv(columns) for columns in KNOWN_COLUMNS[:-1])
+        "text/csv", _csv_head(COLUMNS), csv_line, _read_csv, tuple(_csv_head(columns) for columns in KNOWN_COLUMNS[:-1])
     ),
     "jsonl": LineFormat("application/x-ndjson", "", json_line, _read_json),
     "cloudevents": LineFormat(
@@ -219,4 +233,16 @@ def _time(times: common_pb2.RequestTimes, name: str) -> str:
 
 
 def _stamp(stamp: timestamp_pb2.Timestamp) -> str:
-    return stamp.ToJsonString()
+    """As `ToJsonString` writes it, at a tenth of the time: a row has seven."""
+    second, nanos = _second(stamp.seconds), stamp.nanos
+    if nanos == 0:
+        return second + "Z"
+    if nanos % 1_000_000 == 0:
+        return f"{second}.{nanos // 1_000_000:03d}Z"
+    return f"{second}.{nanos // 1_000:06d}Z" if nanos % 1_000 == 0 else f"{second}.{nanos:09d}Z"
+
+
+@functools.lru_cache(1_024)
+def _second(seconds: int) -> str:
+    # Rows that stand together ended together.
+    return (datetime(1970, 1, 1) + timedelta(seconds=seconds)).isoformat()

@@ -47,15 +47,11 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
         last = max(after, await self._store.read(last_row_id))
         rows, next_cursor = RowDigests(), encode_cursor(last, chosen)
         async for page in export_pages(self._store, chosen, after, last):
-            for row, digest in page:
+            for row, digest in zip(page.rows, page.digests, strict=True):
                 rows.add(row.row_id, digest)
-            yield pb.ExportUsageResponse(
-                rows=[row for row, _ in page],
-                digests=[digest for _, digest in page],
-                cursor=encode_cursor(page[-1][0].row_id, chosen),
-                last_row_id=last,
-                next_cursor=next_cursor,
-            )
+            page.cursor = encode_cursor(page.rows[-1].row_id, chosen)
+            page.last_row_id, page.next_cursor = last, next_cursor
+            yield page
         seal = self._signer.sign(Seal(subject_of(chosen), after, last, rows.row_count, rows.digest))
         yield pb.ExportUsageResponse(cursor=next_cursor, last_row_id=last, seal=_seal(seal), next_cursor=next_cursor)
 
@@ -120,10 +116,12 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
     async def ListDeadLetters(
         self, request: pb.ListDeadLettersRequest, context: CallContext
     ) -> pb.ListDeadLettersResponse:
-        """What could not become a row, and why."""
+        """What could not become a row, and why: a page, by stream and entry."""
         await self._admins.administrator(authorization_of(context))
-        letters = await self._store.read(read_dead_letters)
+        entry_id, _, stream = request.page_token.partition(" ")
+        letters = await self._store.read(functools.partial(read_dead_letters, after=(stream, entry_id)))
         return pb.ListDeadLettersResponse(
+            next_page_token=f"{letters[-1].entry_id} {letters[-1].stream}" if letters else "",
             letters=[
                 pb.DeadLetter(
                     stream=letter.stream,
@@ -133,7 +131,7 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
                     request_id=request_id_of(letter.payload) or "",
                 )
                 for letter in letters
-            ]
+            ],
         )
 
     async def ReplayDeadLetters(
@@ -141,8 +139,7 @@ class UsageService(usage_service_pb2_grpc.UsageServiceServicer):
     ) -> pb.ReplayDeadLettersResponse:
         """Those that can be read now become rows."""
         await self._admins.administrator(authorization_of(context))
-        now = datetime.now(UTC)
-        done = await self._store.write(functools.partial(replay_dead_letters, now=now))
+        done = await replay_dead_letters(self._store, datetime.now(UTC))
         return pb.ReplayDeadLettersResponse(taken_count=done.taken_count, left_count=done.left_count)
 
 

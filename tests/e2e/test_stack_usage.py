@@ -30,7 +30,7 @@ def test_cut_streams_and_a_dead_worker_are_billed_as_counted_and_their_cost_is_t
     priced = millrace(stack.home, "price", "set", "echo", "--accelerator-hour", "3600", "--from", "2020-01-01")
     load = ExactBill(stack, SEED, cuts=CUTS)
 
-    asyncio.run(load.run(["worker-1"]))
+    asyncio.run(load.run([["worker-1"]]))
     rows = stack.wait_ledger(len(load.seen))
     costs = millrace(stack.home, "usage", "costs", "--by", "tenant", "--by", "model", "--format", "jsonl")
     # Of the worker that lives; it tells a second after the end at most.

@@ -17,6 +17,8 @@ from tests.helpers.nemesis import Nemesis
 from tests.helpers.stack import Stack, millrace
 
 AT_ONCE = 16
+# Cuts between two lines of progress.
+TOLD_EVERY = 100
 # How long a killed process may take to be there again: the supervisor pauses longer after each death.
 RETURN_S = 60.0
 
@@ -34,29 +36,31 @@ class ExactBill:
         self._began = time.time()
         self._killed = asyncio.Event()
 
-    async def run(self, kills: Sequence[str]) -> None:
-        """`kills` names a service for each kill, in order; the next one waits until the last one is back."""
+    async def run(self, kills: Sequence[Sequence[str]]) -> None:
+        """`kills` names the services that die together, in order; each waits until it is back from its last death."""
         async with CountingProxy(self.stack.port) as proxy:
             limits = httpx.Limits(max_keepalive_connections=0)
             async with httpx.AsyncClient(
                 base_url=proxy.url, headers=self.stack.headers, timeout=60, limits=limits
             ) as client:
-                clients = [asyncio.create_task(self._client(client)) for _ in range(AT_ONCE)]
+                clients = [asyncio.create_task(self._client(client, proxy)) for _ in range(AT_ONCE)]
                 await self._kill(kills, proxy)
                 self._killed.set()
                 await asyncio.gather(*clients)
             self.seen = [counted for counted in proxy.seen if counted.accepted]
 
-    async def _client(self, client: httpx.AsyncClient) -> None:
+    async def _client(self, client: httpx.AsyncClient, proxy: CountingProxy) -> None:
         while self.cut_count < self._cuts or not self._killed.is_set():
             size = self._random.randint(10, 60)
             leave = self._random.randint(1, size) if self._random.random() < 0.8 else None
             left = await read_until(client, size, leave)
             self.cut_count += left
+            if left and self.cut_count % TOLD_EVERY == 0:
+                self._say("clients left", proxy)
             await asyncio.sleep(0.0 if left else 0.05)
 
-    async def _kill(self, kills: Sequence[str], proxy: CountingProxy) -> None:
-        for service in kills:
+    async def _kill(self, kills: Sequence[Sequence[str]], proxy: CountingProxy) -> None:
+        for number, services in enumerate(kills, 1):
             end = time.monotonic() + RETURN_S
             # So that its streams are lost, not only its start.
             wanted = sum(counted.accepted for counted in proxy.seen) + AT_ONCE
@@ -64,9 +68,15 @@ class ExactBill:
                 assert time.monotonic() < end, "no streams run"
                 await asyncio.sleep(0.02)
             await asyncio.sleep(self._random.uniform(0.0, 0.5))
-            while not await self.nemesis.strike(service, "kill"):
-                assert time.monotonic() < end, f"{service} did not come back"
-                await asyncio.sleep(0.1)
+            for service in services:
+                while not await self.nemesis.strike(service, "kill"):
+                    assert time.monotonic() < end, f"{service} did not come back"
+                    await asyncio.sleep(0.1)
+            self._say(f"{', '.join(services)} killed, {number} of {len(kills)} times", proxy)
+
+    def _say(self, what: str, proxy: CountingProxy) -> None:
+        spent = time.time() - self._began
+        print(f"{spent:.0f} s: {what}; {len(proxy.seen)} streams, {self.cut_count} cut", flush=True)
 
     def reconcile(self) -> subprocess.CompletedProcess[str]:
         """`millrace usage reconcile` over the time of the load."""

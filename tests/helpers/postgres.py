@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import os
@@ -41,8 +42,14 @@ class Databases:
 
     def new(self) -> str:
         """URL of an empty database."""
-        name = f"ledger_{next(self._numbers)}"
-        with psycopg.connect(f"{self._server_url}/postgres", autocommit=True) as connection:
+        return self.named(f"ledger_{next(self._numbers)}")
+
+    def named(self, name: str) -> str:
+        """URL of the database of this name, made where there is none."""
+        with (
+            psycopg.connect(f"{self._server_url}/postgres", autocommit=True) as connection,
+            contextlib.suppress(psycopg.errors.DuplicateDatabase),
+        ):
             connection.execute(f'CREATE DATABASE "{name}"')
         return f"{self._server_url}/{name}"
 
@@ -50,12 +57,13 @@ class Databases:
 class PostgresProcess:
     """Owns one server process and its folder. `new_database()` gives each test an empty database.
 
-    `settings` go over what suits tests (no fsync, little memory).
+    `settings` go over what suits tests (no fsync, little memory). A `folder` that holds a server's
+    data goes on with it.
     """
 
-    def __init__(self, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, settings: Mapping[str, str] | None = None, *, folder: Path | None = None) -> None:
         self._settings = {"listen_addresses": "127.0.0.1", "fsync": "off", "shared_buffers": "32MB", **(settings or {})}
-        self.folder = Path(tempfile.mkdtemp(prefix="mr-pg-"))
+        self.folder = folder if folder is not None else Path(tempfile.mkdtemp(prefix="mr-pg-"))
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._databases = Databases(f"postgresql://millrace@127.0.0.1:{self.port}")
@@ -72,6 +80,7 @@ class PostgresProcess:
             raise FileNotFoundError("no initdb: apt-get install postgresql")
         data = self.folder / "data"
         if not data.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
             if self._account is not None:
                 account = pwd.getpwnam(self._account)
                 os.chown(self.folder, account.pw_uid, account.pw_gid)
@@ -93,6 +102,10 @@ class PostgresProcess:
     def new_database(self) -> str:
         """URL of an empty database."""
         return self._databases.new()
+
+    def database(self, name: str) -> str:
+        """URL of the database of this name, made where there is none."""
+        return self._databases.named(name)
 
     def kill(self) -> None:
         """End the server at once (immediate shutdown: no checkpoint, no goodbye); the folder stays."""

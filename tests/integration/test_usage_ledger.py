@@ -154,7 +154,7 @@ def test_a_dead_letter_is_kept_once(store: Store) -> None:
     assert [(k.entry_id, k.payload) for k in kept] == [("1-0", b"\xff\x00")]
 
 
-def test_letters_are_tried_again_and_only_what_can_be_a_row_becomes_one(store: Store) -> None:
+async def test_letters_are_tried_again_and_only_what_can_be_a_row_becomes_one(store: Store) -> None:
     insert(store, [make_entry("r1")])
     events = {
         # As refused by an earlier release, or by a database that was full.
@@ -171,8 +171,8 @@ def test_letters_are_tried_again_and_only_what_can_be_a_row_becomes_one(store: S
     letters.append(DeadLetter("s", "5-0", "old", report_of(make_attempt("r2"), make_time(1)).SerializeToString()))
     store.write_sync(lambda c: insert_dead_letters(c, letters, START))
 
-    done = store.write_sync(lambda c: replay_dead_letters(c, START))
-    again = store.write_sync(lambda c: replay_dead_letters(c, START))
+    done = await replay_dead_letters(store, START)
+    again = await replay_dead_letters(store, START)
 
     assert (done, again) == (Replayed(3, 3), Replayed(0, 3))
     assert [letter.entry_id for letter in store.read_sync(read_dead_letters)] == ["3-0", "4-0", "6-0"]

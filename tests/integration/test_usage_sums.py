@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from cli.main import app as millrace
 from cli.svg_chart import Series, bar_chart
-from services.usage import schema
+from services.usage import ledger, schema
 from services.usage.attempts import insert_worker_rows, parse_report
 from services.usage.config import UsageConfig
 from services.usage.ledger import DeadLetter, insert_dead_letters
@@ -147,6 +148,24 @@ async def test_dead_letters_are_listed_until_another_try_takes_them(app: UsageAp
     assert listed.exit_code == 1
     assert all(text in listed.stdout for text in ("mr:usage", "1-0", "r1", "tenant is empty"))
     assert (tried.exit_code, tried.stdout) == (0, "1 became rows.\nThere is no dead letter.\n")
+
+
+async def test_letters_of_many_pages_are_each_listed_and_tried(
+    app: UsageApp, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "LETTER_PAGE", 2)
+    letters = [
+        DeadLetter(stream, f"{n}-0", "tenant is empty", make_event(f"{stream}{n}").SerializeToString())
+        for stream in ("a", "b")
+        for n in range(1, 4)
+    ]
+    store.write_sync(lambda c: insert_dead_letters(c, letters, START))
+
+    listed = await run(app, "usage", "dead-letters")
+    tried = await run(app, "usage", "dead-letters", "--replay")
+
+    assert re.findall(r"[ab]\d", listed.stdout) == ["a1", "a2", "a3", "b1", "b2", "b3"]
+    assert tried.stdout == "6 became rows.\nThere is no dead letter.\n"
 
 
 def test_a_chart_shows_nothing_that_a_name_could_smuggle_in() -> None:
