@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.common.admission_store import AdmissionStore
-from services.common.admission_types import PoolCaps, RequestPhase
+from services.common.admission_types import Claimed, Pool, PoolCaps, RequestPhase
 from services.common.redis_client import connect
 from services.router.config import RouterConfig
 from services.router.filters import is_routable
@@ -143,11 +144,36 @@ async def test_nothing_is_submitted_beyond_the_room_of_the_workers(rig: Rig) -> 
     await until(lambda: app.claims.held_count == 0)
 
 
+async def test_a_queue_found_empty_is_asked_again_when_its_bell_rings_and_for_no_change_of_room(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.router.claim.EMPTY_PERIOD_S", math.inf)
+    await rig.worker("worker-1")
+    app = await rig.router()
+    await until(lambda: seen(app) and app.claims._emptied)
+    asked: list[int] = []
+    claim = rig.store.claim
+
+    async def counted(pool: Pool, router: str, count: int, *, workers: int = 1) -> list[Claimed]:
+        asked.append(count)
+        return await claim(pool, router, count, workers=workers)
+
+    rig.store.claim = counted  # type: ignore[method-assign]
+    assert not await app.claims.step()
+    assert asked == []
+
+    await rig.enqueue("r1")
+
+    await until(lambda: rig.all_owned(["r1"]))
+    assert asked
+
+
 async def test_a_router_that_waits_is_woken_by_the_bell(rig: Rig) -> None:
     await rig.worker("worker-1")
     app = await rig.router()
     await until(lambda: seen(app))
     app.claims._clock.sleep = lambda seconds: asyncio.Event().wait()  # type: ignore[attr-defined]  # no timer wakes it
+    app.claims._clock.wait = lambda event, seconds: event.wait()  # type: ignore[attr-defined]
 
     await rig.enqueue("r1")
 

@@ -576,3 +576,16 @@ async def test_a_tenant_that_comes_while_another_waits_at_its_caps_rings_the_bel
     await enqueue(store, "r1")
 
     assert await store.wait_bell([POOL], quiet, 1_000) != quiet
+
+
+async def test_the_bell_rings_when_a_tenant_at_its_caps_gets_room(store: AdmissionStore) -> None:
+    await enqueue_capped(store, "c0", "c1", slots=1)
+    await store.claim(POOL, "router-1", 32)
+    full = await store.wait_bell([POOL], {}, 10)
+
+    await store.finish(POOL, [make_terminal("c0", "capped")])
+    freed = await store.wait_bell([POOL], full, 1_000)
+    await enqueue_capped(store, "c2", slots=3)
+    raised = await store.wait_bell([POOL], freed, 1_000)
+
+    assert len({str(bell) for bell in (full, freed, raised)}) == 3
