@@ -113,6 +113,20 @@ async def test_a_good_version_gets_all_of_the_traffic_step_by_step(redis_client:
     assert "no figure is worse" in (await simulation.rollout()).reason
 
 
+@pytest.mark.fault
+@pytest.mark.timeout(300)
+async def test_twenty_good_versions_out_of_twenty_are_promoted(redis_client: aioredis.Redis) -> None:
+    ended = []
+    for seed in range(20):
+        await redis_client.flushdb()
+        simulation = Simulation(redis_client, GOOD, seed=seed, per_second=100)
+        await simulation.start(shadow=0.05, bake_s=5, tpot_ms=30, min_requests=10)
+        await simulation.run(120, until=RolloutState.PROMOTED)
+        ended.append(await simulation.rollout())
+
+    assert [rollout.reason for rollout in ended if rollout.state is not RolloutState.PROMOTED] == []
+
+
 async def test_a_version_that_turns_bad_with_all_of_the_traffic_is_taken_back(redis_client: aioredis.Redis) -> None:
     simulation = await Simulation(redis_client, GOOD).start(bake_s=2, tpot_ms=30, min_requests=1)
     await simulation.run(60, until=RolloutState.PROMOTED)
