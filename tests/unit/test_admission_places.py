@@ -59,13 +59,15 @@ def wait_ms(answer: Queued | Refusal) -> int:
 
 @dataclasses.dataclass
 class Crowd:
-    """Clients that ask again as soon as they are served and obey Retry-After, as whole seconds. `callers` and
-    `second_refusals` count those refused once and those of them refused again, of requests begun after `counted_ms`."""
+    """Clients that ask again as soon as they are served and obey Retry-After, as whole seconds. As many as fit begin,
+    the rest rushes in after `counted_ms`; `callers` and `second_refusals` count those refused once and those of them
+    refused again, of requests begun from then on."""
 
     store: AdmissionStore
     time: StoreTime
     clients: int
     tenants: int
+    fitting: int = 30
     counted_ms: int = 10_000
     callers: int = 0
     second_refusals: int = 0
@@ -75,18 +77,20 @@ class Crowd:
         self._random = random.Random(SEED)
         self._start = self.time.ms
         # Client → when it asks next; its refusals so far; when it began.
-        self._next = dict.fromkeys(range(self.clients), self.time.ms)
+        self._next = {c: self.time.ms + self.counted_ms * (c >= self.fitting) for c in range(self.clients)}
         self._refused = dict.fromkeys(range(self.clients), 0)
         self._began = dict(self._next)
         self._asks = 0
 
-    async def run(self, for_ms: int, *, service_ms: int = 1_000) -> None:
-        """One request leaves the queue every 100 ms."""
+    async def run(self, for_ms: int, *, service_ms: int = 1_000, together: int = 1) -> None:
+        """One request leaves the queue every 100 ms; or as many `together` as would have left since the last."""
         while self.time.ms < self._start + for_ms:
             for client in [c for c, at in self._next.items() if at <= self.time.ms]:
                 await self._ask(client)
             self.time.advance(100)
-            for name in await drain(self.store):
+            if (self.time.ms - self._start) % (100 * together):
+                continue
+            for name in await drain(self.store, together):
                 client = int(name.split("-")[0])
                 self.served += 1
                 self._began[client] = self._next[client] = self.time.ms + service_ms
@@ -107,14 +111,16 @@ class Crowd:
         self._next[client] = self.time.ms + wait
 
 
+# Slots that were filled together end together.
+@pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize("tenants", [1, 3])
 async def test_of_callers_that_obey_under_one_in_twenty_is_refused_again_at_five_times_the_load(
-    store: AdmissionStore, time: StoreTime, tenants: int
+    store: AdmissionStore, time: StoreTime, tenants: int, together: int
 ) -> None:
     # 20 in the queue and 10 in service: 30 clients are the load that fits.
     crowd = Crowd(store, time, clients=150, tenants=tenants)
 
-    await crowd.run(60_000)
+    await crowd.run(60_000, together=together)
 
     print(f"refused once {crowd.callers}, twice {crowd.second_refusals}, served {crowd.served}")
     assert crowd.callers > 100
@@ -160,6 +166,21 @@ async def test_room_is_held_for_who_comes_back_in_time_and_for_nobody_after(
     assert isinstance(newcomer, Refusal)
     assert isinstance(back, Queued)
     assert isinstance(after, Queued)
+
+
+async def test_room_is_held_for_who_comes_back_within_a_second(store: AdmissionStore, time: StoreTime) -> None:
+    # Slots that end together make room at once for what comes back one after the other.
+    await fill(store, time)
+    wait = wait_ms(await ask(store, "late", prompt=100))
+    time.advance(wait - 500)
+    await drain(store)
+
+    newcomer = await ask(store, "newcomer", prompt=200)
+    time.advance(500)
+    back = await ask(store, "late-again", prompt=100)
+
+    assert isinstance(newcomer, Refusal)
+    assert isinstance(back, Queued)
 
 
 async def test_callers_that_stay_away_hold_no_more_than_half_of_the_queue(

@@ -1,10 +1,11 @@
 -- The virtual queue: refused callers are told to come back one after the other, as the queue drains. Keys of the slot:
 --   places (<number>|<cost>|<what was asked>, when to come back), places:<what was asked> (the same members of one ask)
 --   placed (tenant, when its last caller comes back)
--- Who comes back is known by what it asks for. A place whose time has come holds room, GRACE_MS long, against all that
--- come for the first time, but never more than half of a cap: callers that stay away starve nobody.
+-- Who comes back is known by what it asks for. A place holds room against all that come for the first time, from AHEAD_MS
+-- before its time (slots that end together make room for who comes one by one) to GRACE_MS after it, but never more than
+-- half of a cap: callers that stay away starve nobody.
 local PLACES, PLACED = P .. 'places', P .. 'placed'
-local GRACE_MS, MAX_WAIT_MS, MAX_PLACES = 3000, 60000, 16384
+local GRACE_MS, AHEAD_MS, MAX_WAIT_MS, MAX_PLACES = 3000, 1000, 60000, 16384
 -- So much slower than the drain do places come due: a drain that slows a little still keeps what was promised.
 local SLOWER = 1.25
 
@@ -29,7 +30,7 @@ end
 
 -- Requests and tokens that room is held for.
 local function held_room()
-  local due = call('ZCOUNT', PLACES, '-inf', now)
+  local due = call('ZCOUNT', PLACES, '-inf', now + AHEAD_MS)
   if due == 0 then return 0, 0 end
   return due, due / call('ZCARD', PLACES) * tonumber(call('HGET', Q, 'promised') or '0')
 end
