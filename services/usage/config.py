@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from urllib.parse import urlsplit
 
 from services.common.config import parse_address, parse_positive, parse_seconds, setting
 from services.common.redis_url import REDIS_URL, parse_redis_url
@@ -17,14 +16,14 @@ _DATABASES = {"sqlite", "postgresql", "postgres", "postgresql+psycopg"}
 def parse_database_url(text: str) -> str:
     """Check the form of a database's address; returns it unchanged. Raises ValueError.
 
-    The store looks at the rest: settings are read by the command line too, which loads no driver.
+    Loads no driver: the command line reads settings too.
     """
-    url = urlsplit(text)
-    if not url.scheme or text[len(url.scheme) :][:3] != "://":
+    scheme, separator, place = text.partition("://")
+    if not (scheme and separator):
         raise ValueError("expected sqlite:///path or postgresql://user:password@host:port/database")
-    if url.scheme not in _DATABASES:
-        raise ValueError(f"{url.scheme} databases are not supported; use sqlite or postgresql")
-    if url.scheme == "sqlite" and url.path.lstrip("/") in {"", ":memory:"}:
+    if scheme not in _DATABASES:
+        raise ValueError(f"{scheme} databases are not supported; use sqlite or postgresql")
+    if scheme == "sqlite" and place.partition("?")[0].lstrip("/") in {"", ":memory:"}:
         raise ValueError("an SQLite ledger needs a file, for example sqlite:///usage.db")
     return text
 

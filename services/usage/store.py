@@ -25,6 +25,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 
 from services.common.errors import StoreUnavailable
 from services.common.lifecycle import StartupError
+from services.usage.config import parse_database_url
 
 ResultT = TypeVar("ResultT")
 Insert = sqlite.Insert | postgresql.Insert
@@ -103,16 +104,14 @@ def open_store(database_url: str) -> Store:
 
 def _parse(database_url: str) -> URL:
     try:
+        parse_database_url(database_url)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    try:
         url = make_url(database_url)
     except (ArgumentError, ValueError):
         raise StartupError("expected sqlite:///path or postgresql://user:password@host:port/database") from None
-    if url.drivername == "sqlite":
-        if not url.database or url.database == ":memory:":
-            raise StartupError("an SQLite ledger needs a file, for example sqlite:///usage.db")
-        return url
-    if url.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
-        return url.set(drivername="postgresql+psycopg")
-    raise StartupError(f"{url.drivername} databases are not supported; use sqlite or postgresql")
+    return url if url.drivername == "sqlite" else url.set(drivername="postgresql+psycopg")
 
 
 def _sqlite_engine(url: URL) -> sa.Engine:

@@ -13,6 +13,7 @@ from services.usage.config import parse_database_url
         "sqlite:///usage.sqlite3",
         "sqlite:////var/lib/usage.db",
         "postgresql://user:p%40ss@host:5432/database",
+        "postgresql://user:pa[ss#w?rd@host/database",
         "postgres://host/database",
         "postgresql+psycopg:///database?host=/run/postgresql",
     ],
