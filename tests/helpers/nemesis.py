@@ -199,9 +199,9 @@ def open_client(door: Door, timeout_s: float = 60.0) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=door.url, headers=door.headers, timeout=timeout_s, limits=limits)
 
 
-async def free_blocks(stack: Stack) -> list[int]:
+async def free_blocks(router_address: str) -> list[int]:
     """Free cache blocks of each healthy worker by the router's view, sorted; empty while the router is down."""
-    async with open_channel(stack.state.router_address) as channel:
+    async with open_channel(router_address) as channel:
         stub = router_service_pb2_grpc.RouterServiceStub(channel)
         try:
             answer = await stub.GetStatus(router_service_pb2.GetStatusRequest(), timeout=2)
@@ -213,7 +213,7 @@ async def free_blocks(stack: Stack) -> list[int]:
 async def baseline_blocks(stack: Stack, workers: int = 2, within_s: float = 30.0) -> list[int]:
     """Free blocks of a stack without load, once the router has heard from every worker."""
     end = time.monotonic() + within_s
-    while len(blocks := await free_blocks(stack)) != workers:
+    while len(blocks := await free_blocks(stack.state.router_address)) != workers:
         if time.monotonic() > end:
             raise AssertionError(f"the router knows {len(blocks)} of {workers} workers")
         await asyncio.sleep(0.1)
@@ -256,7 +256,7 @@ async def assert_idle(stack: Stack, baseline: list[int], within_s: float = SETTL
             fresh = await attempt(client, 3)
         await asyncio.sleep(1.5)
         try:
-            state = (fresh.ending, held_in_redis(stack), await free_blocks(stack))
+            state = (fresh.ending, held_in_redis(stack), await free_blocks(stack.state.router_address))
         except (redis.ConnectionError, OSError):
             continue
         if state == ("completed", {}, baseline):
