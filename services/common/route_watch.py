@@ -20,6 +20,9 @@ from services.common.route_wire import from_json, to_json
 from services.common.routes import RouteTable
 
 PERIOD_S = 0.5
+# A table older than the one in force is taken once it stood for so many readings: Redis lost the later ones, which the
+# usage service puts back.
+OLDER_READINGS = 20
 
 
 class RouteWatch:
@@ -30,6 +33,7 @@ class RouteWatch:
         self._store = store
         self._path = path
         self._document: bytes | None = None
+        self._older = 0
 
     def load(self) -> None:
         """Take what was in force when the process ended. Blocks; a copy that cannot be read is as none."""
@@ -44,13 +48,18 @@ class RouteWatch:
         """Take what Redis has; true when another table is in force now. Raises StoreUnavailable."""
         document = await self._store.document()
         if document is None or document == self._document:
+            self._older = 0
             return False
-        self._document = document
         try:
             table = from_json(document)
         except InvalidRequest as error:
+            self._document = document
             structlog.get_logger().error("route_table_refused", error=error.message)
             return False
+        self._older = self._older + 1 if table.revision < self.table.revision else 0
+        if 0 < self._older < OLDER_READINGS:
+            return False
+        self._document = document
         if table == self.table:
             return False
         self.table = table

@@ -54,16 +54,18 @@ class WorkerDirectory:
         self._defaults: dict[str, str] = {}
         self._tokenizers: dict[tuple[bytes, int], Tokenizer] = {}
         self._bad: dict[str, str] = {}
+        # False while there may be workers that the registry does not name: a name that is not known may be a model.
+        self.settled = True
 
     def models(self) -> list[ServedModel]:
-        """Every served version, the default version of each model first."""
-        served = set(self._workers.values())
+        """Every served version that is not withdrawn, the default version of each model first."""
+        served = set(self._workers.values()) - self._routes().withdrawn
         order = sorted(served, key=lambda v: (v[0], self._defaults.get(v[0]) != v[1], v[1]))
         return [self._known[version] for version in order]
 
     def resolve(self, name: str, ask: RouteAsk = ANYBODY) -> ServedModel:
         """`model@version`, a name with a route, or `model`. Raises ModelNotFound; NoWorker when nothing serves it at
-        the moment. A withdrawn version does not exist, by whatever name."""
+        the moment, or when that cannot be told. A withdrawn version does not exist, by whatever name."""
         if not self._known:
             raise NoWorker("No model is served yet.", retry_after_s=RETRY_AFTER_S)
         routes = self._routes()
@@ -72,7 +74,7 @@ class WorkerDirectory:
         else:
             model, at, version = name.partition("@")
             chosen = Target(model, version if at else self._defaults.get(model, ""))
-            if chosen in routes.withdrawn or chosen not in self._known:
+            if chosen in routes.withdrawn or (self.settled and chosen not in self._known):
                 raise ModelNotFound(f"The model `{name[:128]}` does not exist.", param="model")
         if chosen is None or chosen not in self:
             raise NoWorker(f"No worker serves `{name[:128]}` at the moment.", retry_after_s=RETRY_AFTER_S)

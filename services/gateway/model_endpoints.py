@@ -25,10 +25,12 @@ class ModelEndpoints:
         return json_response(ModelList(data=data))
 
     async def get(self, request: Request) -> Response:
-        """One model. Raises ModelNotFound."""
+        """One model. Raises ModelNotFound; NoWorker when nothing serves it at the moment, or when that cannot be
+        told."""
         name = request.path_params["model"]
         model = named_models(self._directory, request.state.key).get(name)
         if model is None:
+            self._directory.resolve(name)
             raise ModelNotFound(f"There is no model `{name[:256]}`.", param="model")
         return json_response(self._model(name, model))
 

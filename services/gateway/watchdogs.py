@@ -5,12 +5,13 @@ Each loop outlives an absent Redis. Decisions about a request are the core's. Ow
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 import structlog
 
-from services.common.admission_store import AdmissionStore
+from services.common.admission_store import WORKER_LEASE_MS, AdmissionStore
 from services.common.admission_types import Pool
 from services.common.clock import Clock
 from services.common.errors import StoreUnavailable
@@ -54,6 +55,7 @@ class Watchdogs:
         self._clock: Clock = table.clock
         self._tasks = Tasks()
         self._reached_at: float | None = None
+        self._lost_at: float | None = None
 
     @property
     def store_reachable(self) -> bool:
@@ -85,6 +87,9 @@ class Watchdogs:
         records = await self._store.list_workers()
         self._reached_at = self._clock.monotonic()
         self._pool.update(records)
+        # A Redis that was away may have lost the workers: each comes again within its lease.
+        lost_s = math.inf if self._lost_at is None else self._reached_at - self._lost_at
+        self._directory.settled = lost_s >= WORKER_LEASE_MS / 1000
         await self._directory.update(records)
 
     async def renew_reservations(self) -> None:
@@ -120,7 +125,8 @@ class Watchdogs:
             except StoreUnavailable:
                 if self._reached_at is not None:
                     structlog.get_logger().warning("store_away")
-                self._reached_at = None
+                self._reached_at, self._lost_at = None, self._clock.monotonic()
+                self._directory.settled = False
             except Exception as error:
                 structlog.get_logger().error("duty_failed", error=type(error).__name__, exc_info=error)
             await self._clock.sleep(seconds)

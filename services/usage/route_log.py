@@ -38,9 +38,22 @@ class RouteLog:
         self.routes = routes
         self._clock = clock
 
+    async def table(self) -> RouteTable:
+        """The table that stands, an empty one where nobody wrote any; while Redis is away, the last that was recorded.
+        Raises StoreUnavailable when Redis is away and none was."""
+        try:
+            return await self.routes.read() or RouteTable()
+        except StoreUnavailable:
+            last = await self._store.read(_last_revision)
+            if last is None:
+                raise
+            return last.table
+
     async def change(self, change: Change, *, who: str, why: str) -> RouteTable:
         """Apply `change` to the table that stands, again where another came between. Raises what `change` raises,
         StoreUnavailable, RevisionConflict."""
+        # A change of what Redis lost is made from what was lost.
+        await self._put_back()
         tries = 0
         while True:
             table = await self.routes.read() or RouteTable()
@@ -55,7 +68,7 @@ class RouteLog:
             return changed
 
     async def keep(self) -> None:
-        """For ever: each second, record what is not yet and put a lost table back."""
+        """For ever: each second, record what is not yet and put a lost revision back."""
         while True:
             try:
                 await self.copy()
@@ -73,14 +86,12 @@ class RouteLog:
             await self._store.write(functools.partial(_record, revisions=revisions))
 
     async def _put_back(self) -> None:
-        if await self.routes.document() is not None:
+        """Write the last recorded revision where Redis lost it: all of it, or only what was last written."""
+        last = await self._store.read(_last_revision)
+        if last is None or await self.routes.at(last.table.revision) is not None:
             return
-        last = await self._store.read(_last)
-        if last is None:
-            return
-        lost = Revision(last.time.timestamp(), last.actor, last.after["why"], _table(last.after["routes"]))
-        if await self.routes.put_back(lost):
-            structlog.get_logger().warning("routes_put_back", revision=lost.table.revision)
+        if await self.routes.put_back(last):
+            structlog.get_logger().warning("routes_put_back", revision=last.table.revision)
 
 
 def _last(connection: sa.Connection) -> sa.Row[Any] | None:
@@ -103,5 +114,8 @@ def _record(connection: sa.Connection, revisions: Sequence[Revision]) -> None:
         before = fields
 
 
-def _table(document: dict[str, Any]) -> RouteTable:
-    return from_json(json.dumps(document))
+def _last_revision(connection: sa.Connection) -> Revision | None:
+    last = _last(connection)
+    if last is None:
+        return None
+    return Revision(last.time.timestamp(), last.actor, last.after["why"], from_json(json.dumps(last.after["routes"])))

@@ -49,9 +49,10 @@ class RouteService(route_service_pb2_grpc.RouteServiceServicer):
         self._clock = clock
 
     async def GetRoutes(self, request: pb.GetRoutesRequest, context: CallContext) -> pb.GetRoutesResponse:
-        """The table that stands; an empty one of revision 0 where nobody wrote any."""
+        """The table that stands, or while Redis is away the last one; an empty one of revision 0 where nobody wrote
+        any."""
         await self._actor(context)
-        return pb.GetRoutesResponse(table=to_message(await self._log.routes.read() or RouteTable()))
+        return pb.GetRoutesResponse(table=to_message(await self._log.table()))
 
     async def PutRoutes(self, request: pb.PutRoutesRequest, context: CallContext) -> pb.PutRoutesResponse:
         """Raises InvalidRequest, RevisionConflict."""

@@ -357,6 +357,9 @@ def _tiers(config: WorkerConfig, loaded: LoadedModel, clock: Clock) -> TierStore
 
 def _engine(config: WorkerConfig, loaded: LoadedModel, tiers: TierStore | None, caps: TenantCaps) -> Engine:
     knobs = config.engine
+    left = knobs.max_num_batched_tokens - knobs.max_num_seqs
+    if left < knobs.max_prefill_chunk:
+        structlog.get_logger().warning("prompts_wait_for_a_full_batch", prompt_tokens_a_step=left)
     try:
         return Engine(
             loaded.runner,

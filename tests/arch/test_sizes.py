@@ -13,7 +13,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 MAX_SETTINGS = 15
 # Raised from 1,200 by docs/adr/0004, 0006-0008, 0010-0013 and 0015: what the services share, above all the store.
-MAX_COMMON_LINES = 3_560
+MAX_COMMON_LINES = 3_570
 
 SOURCES = sorted(p for room in ("services", "cli", "benchmarks") for p in (ROOT / room).rglob("*.py"))
 

@@ -54,8 +54,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedRedis]:
 
 @pytest.fixture
 def services(watched: WatchedRedis) -> Iterator[ServiceProcesses]:
-    """The worker can take every stream."""
-    knobs = f"max_num_seqs={STREAMS + 12},num_blocks=8192,tpot_target_ms={2 * STEP_MS}"
+    """The worker can take every stream, and has room in each step for the prompts of those that begin."""
+    knobs = f"max_num_seqs={STREAMS + 12},max_num_batched_tokens=2048,num_blocks=8192,tpot_target_ms={2 * STEP_MS}"
     worker = {"MILLRACE_ECHO_STEP_MS": str(STEP_MS), "MILLRACE_ENGINE": knobs}
     with (
         tempfile.TemporaryDirectory(prefix="mr-") as folder,

@@ -39,7 +39,8 @@ async def restart(stack: Stack, nemesis: Nemesis, service: str, baseline: list[i
     end = time.monotonic() + 60
     while time.monotonic() < end:
         await asyncio.sleep(0.3)
-        if nemesis.pid(service) not in (None, old) and len(await free_blocks(stack.state.router_address)) == len(baseline):
+        known = await free_blocks(stack.state.router_address)
+        if nemesis.pid(service) not in (None, old) and len(known) == len(baseline):
             return
     raise AssertionError(f"{service} did not come back")
 

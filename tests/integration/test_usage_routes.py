@@ -147,6 +147,22 @@ async def test_what_was_changed_without_this_service_is_recorded_and_a_lost_tabl
     assert weights(await client.post("/rollouts/m/promote", json=FORCED)) == {"1": 95, "2": 5}
 
 
+async def test_a_revision_that_a_promoted_replica_missed_comes_back_before_anything_is_changed(
+    app: UsageApp, client: httpx.AsyncClient, redis_client: aioredis.Redis
+) -> None:
+    store = RouteStore(redis_client)
+    await client.post("/rollouts/m/start", json={"candidate": "2", "baseline": "1", **FORCED})
+    await client.post("/rollouts/m/rollback", json={"why": "3 % errors"})
+    missed, rolled_back = await store.history()
+
+    await redis_client.flushall()
+    await store.put_back(missed)
+    refused = await client.post("/rollouts/m/promote", json=FORCED)
+
+    assert refused.status_code == 400
+    assert await store.read() == rolled_back.table
+
+
 async def test_a_version_goes_out_by_its_evaluated_release_or_by_force_with_a_reason(
     app: UsageApp, client: httpx.AsyncClient, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ from millrace.common.v1 import common_pb2
 
 from services.common.admission_types import Pool, WorkerRecord
 from services.common.errors import ModelNotFound, NoWorker
-from services.common.route_watch import RouteWatch
+from services.common.route_watch import OLDER_READINGS, RouteWatch
 from services.common.route_wire import to_json
 from services.common.routes import PoolRule, Route, RouteTable, Target, WeightedTarget
 from services.gateway.generation import RouteAsk, ServedModel, WorkClass
@@ -74,8 +74,23 @@ async def test_a_withdrawn_version_is_not_there_under_any_name(directory: Direct
     await directory.serve("1", "2")
 
     assert directory.version("m") != before
+    assert [model.card.model.version for model in directory.models()] == [directory.version("m")]
     with pytest.raises(ModelNotFound):
         directory.resolve(f"m@{before}")
+
+
+async def test_while_workers_may_be_missing_an_unknown_name_comes_again_and_a_withdrawn_one_does_not(
+    directory: Directory,
+) -> None:
+    directory.table = RouteTable(withdrawn=frozenset({V1}))
+
+    directory.settled = False
+
+    for name in ("m@3", "other"):
+        with pytest.raises(NoWorker):
+            directory.resolve(name)
+    with pytest.raises(ModelNotFound):
+        directory.resolve("m@1")
 
 
 async def test_weights_are_drawn_among_the_versions_that_the_caller_may_use(directory: Directory) -> None:
@@ -129,6 +144,23 @@ async def test_the_last_table_stays_when_the_store_loses_it_and_over_a_restart(t
     again.load()
 
     assert watch.table == again.table == table
+
+
+async def test_an_older_table_counts_only_where_nobody_puts_the_last_one_back(tmp_path: Path) -> None:
+    store, last, older = Documents(), RouteTable(3, {"m": route("m", 1, 0)}), RouteTable(2, {"m": route("m", 0, 1)})
+    watch = RouteWatch(store, tmp_path / "routes.json")  # type: ignore[arg-type]
+    store.held = to_json(last).encode()
+    await watch.refresh()
+
+    store.held = to_json(older).encode()
+    assert [await watch.refresh() for _ in range(OLDER_READINGS - 1)] == [False] * (OLDER_READINGS - 1)
+    store.held = to_json(last).encode()
+    assert not await watch.refresh()
+    assert watch.table == last
+
+    store.held = to_json(older).encode()
+    assert [await watch.refresh() for _ in range(OLDER_READINGS)] == [False] * (OLDER_READINGS - 1) + [True]
+    assert watch.table == older
 
 
 async def test_a_table_or_a_copy_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
