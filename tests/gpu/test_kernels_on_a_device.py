@@ -12,6 +12,7 @@ from tests.helpers.kernel_checks import (
     gates_as_the_reference,
     norms_as_the_reference,
     rotates_as_the_reference,
+    rounds_rows_as_the_reference,
 )
 from tests.helpers.paged import Heads, PagedCase
 
@@ -63,6 +64,12 @@ def test_norm_and_residual(delta: str, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_gelu", [False, True], ids=["silu", "gelu"])
 def test_gate(is_gelu: bool, width: int, dtype: torch.dtype) -> None:
     gates_as_the_reference(300, width, dtype, is_gelu=is_gelu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [576, 4096, 14336])
+def test_rows_rounded_to_fp8(width: int, dtype: torch.dtype) -> None:
+    rounds_rows_as_the_reference(300, width, dtype)
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from services.worker.kernels import reference
+from services.worker.kernels.fp8_rows import quantise_rows
 from services.worker.kernels.gated import gated
 from services.worker.kernels.paged_attention import AttentionShape, paged_attention
 from services.worker.kernels.rms_norm import add_rms_norm
@@ -82,6 +83,23 @@ def gates_as_the_reference(rows: int, width: int, dtype: torch.dtype, *, is_gelu
     both = (2 * torch.randn((rows, 2 * width), generator=torch.Generator().manual_seed(5))).to(dtype).to(DEVICE)
 
     close(gated(both, is_gelu=is_gelu), reference.gated(both, is_gelu=is_gelu))
+
+
+def rounds_rows_as_the_reference(rows: int, width: int, dtype: torch.dtype) -> None:
+    """To the value, zero's sign apart; a row alone to the bit. Among them one of zeros and one of twelve magnitudes."""
+    x = torch.randn((rows, width), generator=torch.Generator().manual_seed(7))
+    x[0] = 0
+    x[1] *= torch.logspace(-12, 0, width)
+    x = x.to(dtype).to(DEVICE)
+
+    values, scales = quantise_rows(x)
+
+    expected, expected_scales = reference.quantise_rows(x)
+    assert torch.equal(values.float(), expected.float())
+    assert torch.equal(scales, expected_scales)
+    alone, scale_alone = quantise_rows(x[1:2])
+    assert torch.equal(alone.view(torch.uint8), values[1:2].view(torch.uint8))
+    assert torch.equal(scale_alone, scales[1:2])
 
 
 def draw(**changes: float) -> Draw:

@@ -16,11 +16,12 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from services.worker.kernels import gated, paged_attention, rms_norm, rotary_kv, sampling
+from services.worker.kernels import fp8_rows, gated, paged_attention, rms_norm, rotary_kv, sampling
 
 INTEGERS = {"positions", "query_starts", "tables", "table_stride", "tile_requests", "tile_firsts", "tile_count",
             "count", "slots"}
-FLOATS = {"part_out", "part_max", "part_sum", "cosines", "sines", "norms", "residual", "weight", "delta_weight"}
+FLOATS = {"part_out", "part_max", "part_sum", "cosines", "sines", "norms", "residual", "weight", "delta_weight",
+          "scales"}
 SCALARS = {"scale": "fp32", "eps": "fp32", "heads": "i32", "block_stride": "i32", "head_stride": "i32",
            "mixed_stride": "i32", "width": "i32", "stride": "i32"}
 
@@ -56,6 +57,9 @@ for architecture in (80, 90):
         ahead(rms_norm._add_and_norm, architecture, constants)
         ahead(gated._gate, architecture, dict(COLUMNS=1024, IS_GELU=has_norm))
     ahead(sampling._choose, architecture, dict(COLUMNS=512), count="i32", out="*i32", logits="*fp32", draws="*fp64")
+constants = dict(COLUMNS=4096, LARGEST=448.0, LEAST=1e-12)
+for architecture in (89, 90):
+    assert "cvt.rn.satfinite.e4m3x2" in ahead(fp8_rows._round_rows, architecture, constants, out="*fp8e4nv")
 """
 
 

