@@ -2,15 +2,16 @@
 
 Bandwidth of a copy and speed of a matrix product; keys and values that attention of a decode reads a second, of the
 copy's bytes; arithmetic of a prefill (whole layers), of the product's; tokens a second of decoding steps, launch by
-launch and as CUDA graphs. The model has random weights in the shape of Llama 8B. Takes some minutes; prints a table and
-writes `benchmarks/results/gpu.json`. Without a CUDA device it says so and measures nothing. Never run by tests but in
-a tiny size in Triton's interpreter.
+launch and as CUDA graphs. In bfloat16, and all but attention again in fp8 where the device has it. The model has random
+weights in the shape of Llama 8B. Takes some minutes; prints a table and writes `benchmarks/results/gpu.json`. Without a
+CUDA device it says so and measures nothing. Never run by tests but in a tiny size in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from benchmarks.results import save
 from services.worker.models.decoder import DecoderTensors, LayerTensors
 from services.worker.models.model_config import ModelConfig, RopeConfig
 from services.worker.models.tensors import FloatArray, GGMLType, StoredTensor
+from services.worker.runtime.devices import FP8_CAPABILITY
 from services.worker.runtime.kv_store import KVStore
 from tests.helpers.device_steps import blocks_of, step_inputs
 
@@ -128,18 +130,24 @@ def prefill_flops(config: ModelConfig, requests: int, tokens: int) -> int:
 
 
 class Bench:
-    """One model and its cache on one device."""
+    """One model and its cache on one device, in the precision "float32", "bfloat16" or "fp8"."""
 
-    def __init__(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> None:
-        # Here and not above: it needs Triton, which a machine without a device may lack.
+    def __init__(self, plan: Plan, device: torch.device, precision: str) -> None:
+        # Here and not above: they need Triton, which a machine without a device may lack.
+        from services.worker.runtime.products import PlainProduct, fp8_product
         from services.worker.runtime.triton_forward import TritonForward
 
         self._plan = plan
         self._device = device
-        self._dtype = dtype
+        self._precision = precision
+        self._dtype = dtype = torch.float32 if precision == "float32" else torch.bfloat16
         config = plan.config
         self._forward = TritonForward(
-            random_model(config), max_model_len=config.context_length, device=device, dtype=dtype
+            random_model(config),
+            max_model_len=config.context_length,
+            device=device,
+            dtype=dtype,
+            product=fp8_product if precision == "fp8" else PlainProduct,
         )
         self._store = KVStore(
             num_blocks=plan.num_blocks,
@@ -157,6 +165,7 @@ class Bench:
         rows: list[Row] = []
 
         def add(row: Row) -> float:
+            row = {"precision": self._precision, **row}
             rows.append(row)
             print("  ".join(f"{name}={value}" for name, value in row.items()), flush=True)
             return float(row["per_s"])
@@ -186,7 +195,14 @@ class Bench:
         """Multiplications and additions a second of a square matrix product."""
         width = self._plan.product_width
         left, right = (torch.randn((width, width), device=self._device, dtype=self._dtype) for _ in range(2))
-        return _row("product", "flops", 2 * width**3, self._seconds(lambda: left @ right))
+        run: Callable[[], object] = functools.partial(torch.mm, left, right)
+        if self._precision == "fp8":
+            from services.worker.kernels.fp8_rows import quantise_rows
+
+            (rows, row_scales), (columns, column_scales) = quantise_rows(left), quantise_rows(right)
+            scales = row_scales, column_scales.t()
+            run = functools.partial(torch._scaled_mm, rows, columns.t(), *scales, out_dtype=self._dtype)
+        return _row("product", "flops", 2 * width**3, self._seconds(run))
 
     def attention(self, requests: int, context: int) -> Row:
         """One layer's attention of a decode, as the runner launches it."""
@@ -264,8 +280,10 @@ def main() -> None:
     device = torch.device("cuda")
     plan = full_plan(arguments.layers)
     start = time.perf_counter()
-    rows = Bench(plan, device, torch.bfloat16).run()
-    config = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__, "dtype": "bfloat16"}
+    rows = Bench(plan, device, "bfloat16").run()
+    if torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        rows += Bench(dataclasses.replace(plan, decodes=()), device, "fp8").run()
+    config: Row = {"device": torch.cuda.get_device_name(device), "torch": torch.__version__}
     config |= {"layers": arguments.layers, "seconds": round(time.perf_counter() - start)}
     print(save("gpu", config, rows, arguments.json))
 

@@ -11,6 +11,6 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 status=0
 "$python" -m pytest -q tests/gpu tests/unit/test_kernels_triton.py tests/unit/test_runtime_triton.py \
-    tests/unit/test_bench_gpu.py || status=1
+    tests/unit/test_runtime_fp8.py tests/unit/test_bench_gpu.py || status=1
 "$python" -m benchmarks.gpu "$@"
 exit "$status"

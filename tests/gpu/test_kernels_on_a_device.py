@@ -10,11 +10,12 @@ from tests.helpers.kernel_checks import (
     attention_shape,
     draws_as_the_reference,
     gates_as_the_reference,
+    multiplies_what_was_rounded,
     norms_as_the_reference,
     rotates_as_the_reference,
     rounds_rows_as_the_reference,
 )
-from tests.helpers.paged import Heads, PagedCase
+from tests.helpers.paged import Heads, PagedCase, has_fp8
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of Llama 8B, Qwen2 0.5B, SmolLM2 135M, Gemma 3 1B, a model with a key/value head a head.
@@ -66,10 +67,19 @@ def test_gate(is_gelu: bool, width: int, dtype: torch.dtype) -> None:
     gates_as_the_reference(300, width, dtype, is_gelu=is_gelu)
 
 
+@has_fp8
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [576, 4096, 14336])
 def test_rows_rounded_to_fp8(width: int, dtype: torch.dtype) -> None:
     rounds_rows_as_the_reference(300, width, dtype)
+
+
+@has_fp8
+@pytest.mark.parametrize("rows", [1, 8, 300])
+@pytest.mark.parametrize(("inputs", "outputs"), [(4096, 6144), (14336, 4096), (576, 960)])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_fp8_product(rows: int, inputs: int, outputs: int, has_bias: bool) -> None:
+    multiplies_what_was_rounded(rows, inputs, outputs, has_bias=has_bias)
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936])

@@ -9,10 +9,10 @@ import torch
 
 from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
+from services.worker.runtime.devices import device_forward, warm_up
 from services.worker.runtime.kv_store import KVStore
-from services.worker.runtime.triton_forward import TritonForward
 from tests.helpers.device_steps import blocks_of, step_inputs
-from tests.helpers.paged import DEVICE
+from tests.helpers.paged import DEVICE, has_fp8
 from tests.helpers.tiny_model import TinyShape, reference_greedy, write_tiny_model
 from tests.helpers.triton_engine import GREEDY, PROMPT, say
 
@@ -33,22 +33,24 @@ def test_greedy_answers_are_those_of_plain_torch(tmp_path: Path, model_type: str
         assert said[name] == reference_greedy(folder, prompt, GREEDY.max_tokens, vocab_size=61), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2), pytest.param("fp8", 2e-1, marks=has_fp8)]
+)
 @pytest.mark.parametrize("count", [1, 3, 8, 11])
-def test_a_step_from_a_graph_is_the_step_itself(tmp_path: Path, count: int, dtype: torch.dtype) -> None:
+def test_a_step_from_a_graph_is_the_step_itself(tmp_path: Path, count: int, precision: str, tolerance: float) -> None:
     """In a graph of its own size and of a larger one; the hidden rows and the cache are compared."""
     checkpoint = load_folder(write_tiny_model(tmp_path / "tiny", SHAPE))
     tensors = decoder_tensors(checkpoint.config, checkpoint.tensors)
-    forward = TritonForward(tensors, max_model_len=CONTEXT, device=DEVICE, dtype=dtype)
+    forward, _, _ = device_forward(tensors, DEVICE, precision, max_model_len=CONTEXT)
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
     requests = [(7 * index, 1) for index in range(count)]
     inputs = step_inputs(requests, vocab_size=SHAPE.vocab_size)
     eager, graphed = (random_store(blocks_of(requests), dtype) for _ in range(2))
 
     expected = forward.hidden(inputs, eager)
-    forward.capture(graphed, max_requests=MAX_REQUESTS)
+    warm_up(forward, graphed, max_requests=MAX_REQUESTS)
     got = forward.hidden(inputs, graphed)
 
-    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
     torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(graphed.data.float(), eager.data.float(), atol=tolerance, rtol=tolerance)
 

@@ -21,6 +21,7 @@ from services.worker.models.model_config import RopeConfig
 from services.worker.models.rope import rope_tables
 from services.worker.runtime.choosing import Draw, NumpyChooser
 from services.worker.runtime.noise import noise_key
+from services.worker.runtime.products import Fp8Product
 from tests.helpers.paged import DEVICE, PagedCase, close
 
 
@@ -100,6 +101,21 @@ def rounds_rows_as_the_reference(rows: int, width: int, dtype: torch.dtype) -> N
     alone, scale_alone = quantise_rows(x[1:2])
     assert torch.equal(alone.view(torch.uint8), values[1:2].view(torch.uint8))
     assert torch.equal(scale_alone, scales[1:2])
+
+
+def multiplies_what_was_rounded(rows: int, inputs: int, outputs: int, *, has_bias: bool) -> None:
+    """An fp8 product is the exact one of the rounded rows and weights, and near that of the unrounded."""
+    noise = torch.Generator().manual_seed(8)
+    sizes = ((rows, inputs), (outputs, inputs), (outputs,))
+    x, weight, bias = (torch.randn(size, generator=noise).to(torch.bfloat16).to(DEVICE) for size in sizes)
+
+    got = Fp8Product(weight, bias if has_bias else None)(x).float()
+
+    left, right = (values.float() * scales for values, scales in map(reference.quantise_rows, (x, weight)))
+    added = bias.float() if has_bias else torch.zeros_like(bias).float()
+    exact, unrounded = torch.addmm(added, left, right.t()), torch.addmm(added, x.float(), weight.float().t())
+    assert torch.linalg.norm(got - exact) < 0.005 * torch.linalg.norm(exact)
+    assert torch.linalg.norm(got - unrounded) < 0.06 * torch.linalg.norm(unrounded)
 
 
 def draw(**changes: float) -> Draw:

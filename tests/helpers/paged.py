@@ -6,13 +6,19 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from services.worker.kernels.paged_attention import PagedBatch, QueryTiles, tile_rows, tile_tokens
 from services.worker.kernels.rotary_kv import WritePlaces
+from services.worker.runtime.devices import FP8_CAPABILITY
 from services.worker.runtime.kv_store import KVStore
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+has_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY,
+    reason="the device multiplies no fp8",
+)
 # How far a result in this dtype may be from the reference's, which rounds once, at the end.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
+import pytest
 
 from benchmarks.gpu import Bench, Plan, kv_bytes, llama_8b, prefill_flops
 from services.worker.models.model_config import RopeConfig
-from tests.helpers.paged import DEVICE
+from tests.helpers.paged import DEVICE, has_fp8
 
 TINY = dataclasses.replace(
     llama_8b(layers=1),
@@ -24,11 +24,14 @@ TINY = dataclasses.replace(
 )
 
 
-def test_every_part_is_measured() -> None:
+@pytest.mark.parametrize(
+    ("precision", "value_bytes"), [("float32", 4), pytest.param("fp8", 2, marks=[has_fp8, pytest.mark.fault])]
+)
+def test_every_part_is_measured(precision: str, value_bytes: int) -> None:
     plan = Plan(
         TINY,
         copy_bytes=64,
-        product_width=8,
+        product_width=16,
         decodes=[(1, 3)],
         prefills=[(1, 3)],
         steps=[1],
@@ -37,13 +40,13 @@ def test_every_part_is_measured() -> None:
         rounds=1,
     )
 
-    rows = Bench(plan, DEVICE, torch.float32).run()
+    rows = Bench(plan, DEVICE, precision).run()
 
     amounts = {row["what"]: row["amount"] for row in rows if "graph" not in row["what"]}
     assert amounts == {
         "copy": 128,
-        "product": 1024,
-        "decode attention 1x3": 3 * 2 * 16 * 4,
+        "product": 8192,
+        "decode attention 1x3": 3 * 2 * 16 * value_bytes,
         "prefill 1x3": 2 * 3 * 32 * (2 * 32 + 2 * 16 + 3 * 48) + 4 * 6 * 32,
         "decode step x1 by launches": 1,
     }

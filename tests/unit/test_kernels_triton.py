@@ -20,7 +20,7 @@ from tests.helpers.kernel_checks import (
     rotates_as_the_reference,
     rounds_rows_as_the_reference,
 )
-from tests.helpers.paged import DEVICE, Heads, PagedCase
+from tests.helpers.paged import DEVICE, Heads, PagedCase, has_fp8
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 DECODES = [(0, 1), (15, 1), (16, 1), (70, 1)]
@@ -93,6 +93,7 @@ def test_the_gate_is_the_reference_s(is_gelu: bool, dtype: torch.dtype) -> None:
     gates_as_the_reference(3, 1100, dtype, is_gelu=is_gelu)
 
 
+@has_fp8
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_rows_are_rounded_to_fp8_as_the_reference_rounds_them(dtype: torch.dtype) -> None:
     rounds_rows_as_the_reference(4, 1100, dtype)

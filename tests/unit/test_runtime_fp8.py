@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from services.worker.kernels.reference import quantise_rows
 from services.worker.models.errors import ModelLoadError
 from services.worker.models.registry import decoder_tensors
 from services.worker.models.safetensors_loader import load_folder
@@ -17,31 +16,22 @@ from services.worker.runtime.factory import RunnerOptions, load_runner
 from services.worker.runtime.kv_store import KVStore
 from services.worker.runtime.products import Fp8Product, PlainProduct, fp8_product
 from tests.helpers.device_steps import blocks_of, step_inputs
-from tests.helpers.paged import DEVICE, close
+from tests.helpers.kernel_checks import multiplies_what_was_rounded
+from tests.helpers.paged import DEVICE, has_fp8
 from tests.helpers.tiny_model import TinyShape, reference_logits, write_tiny_model
 from tests.helpers.triton_engine import PLACE
 
 BRAIN = torch.bfloat16
+pytestmark = has_fp8
 
 
 def random(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(BRAIN).to(DEVICE)
 
 
-def rounded(rows: torch.Tensor) -> torch.Tensor:
-    values, scales = quantise_rows(rows)
-    return values.float() * scales
-
-
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 def test_a_product_is_that_of_the_rounded_rows_and_weights(has_bias: bool) -> None:
-    rows, weight = random(5, 64, seed=1), random(48, 64, seed=2)
-    bias = random(48, seed=3) if has_bias else None
-
-    got = fp8_product(weight, bias)(rows)
-
-    close(got, F.linear(rounded(rows), rounded(weight), None if bias is None else bias.float()).to(BRAIN))
-    assert torch.linalg.norm(got.float() - F.linear(rows, weight, bias).float()) < 0.06 * torch.linalg.norm(got.float())
+    multiplies_what_was_rounded(5, 64, 48, has_bias=has_bias)
 
 
 def test_a_row_is_rounded_by_itself_whatever_its_mates_are() -> None:
