@@ -65,6 +65,22 @@ def test_the_runner_says_what_plain_torch_says(tmp_path: Path, model_type: str, 
         assert len(set(expected)) > 3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_steps_of_one_row_give_the_same_bits_on_one_thread_and_on_all(tmp_path: Path, dtype: str) -> None:
+    """With several threads the first sixteen steps of one row take turns between one thread and all."""
+    folder = write_tiny_model(tmp_path / "tiny")
+    sampling = dataclasses.replace(GREEDY, logprob_count=3)
+    said = []
+    for threads in (1, 3):
+        rig = Rig(folder, threads=threads, dtype=dtype)
+        rig.add("a", PROMPT, sampling)
+        rig.run()
+        said.append([(output.token_ids, output.logprobs) for output in rig.outputs["a"]])
+
+    assert said[0] == said[1]
+    assert len(said[0]) >= GREEDY.max_tokens
+
+
 @compiled_or_torch
 def test_padded_rows_of_the_vocabulary_are_never_said_nor_counted(tmp_path: Path, compiled: bool) -> None:
     """Rows beyond the tokenizer's words, one of them the likeliest of all."""

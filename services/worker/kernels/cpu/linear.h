@@ -214,7 +214,7 @@ static inline void add_products(__m256i& sum, __m256i w, __m256i x) {
 // 16-bit sums of a whole group below 8 × 2 × 15 × 127 = 30,480.
 template <int MR, bool FOUR, typename Source>
 static void tile_int(const Source& source, int first, int groups, const Rows& rows, size_t row, float* out) {
-    constexpr int PAIRS = FOUR ? 4 : 8, HALVES = FOUR ? 2 : 1;  // so many outputs at once as registers hold
+    constexpr int PAIRS = FOUR ? 4 : 8, HALVES = FOUR || MR <= 2 ? 2 : 1;  // so many outputs at once as registers hold
     const int all = rows.inputs / GROUP;
     const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
     for (int start = 0; start < 2; start += HALVES)

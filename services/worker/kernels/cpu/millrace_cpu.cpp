@@ -56,7 +56,7 @@ int mr_choose(void* pool, const float* logits, int rows, int count, const Draw* 
         std::vector<Chooser> choosers(((Pool*)pool)->size());
         Tasks tasks(1);
         std::atomic<int> failed{0};
-        ((Pool*)pool)->run([&](int thread) {
+        ((Pool*)pool)->run(rows == 1, [&](int thread) {
             tasks.each(0, rows, [&](int row) {
                 if (guarded([&] { out[row] = choosers[thread].choose(logits + (size_t)row * count, count, draws[row]); }))
                     failed.store(1);

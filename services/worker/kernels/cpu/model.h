@@ -81,12 +81,18 @@ class Model {
           floats_(d.linears[0].format == F32),
           tasks_(8 * d.layers + 8) {}
 
-    void hidden(Pool& pool, const StepDescription& s);
-    void logits(Pool& pool, const float* hidden, int rows, float* out);
+    void hidden(Pool& pool, const StepDescription& s) {
+        hidden_alone_.timed(s.tokens, pool, [&](bool alone) { hidden(pool, alone, s); });
+    }
+    void logits(Pool& pool, const float* hidden, int rows, float* out) {
+        logits_alone_.timed(rows, pool, [&](bool alone) { logits(pool, alone, hidden, rows, out); });
+    }
     // Chooses the inputs that every quantised product keeps in float: those of the largest mean |x| over this step.
     void calibrate(const StepDescription& s);
 
   private:
+    void hidden(Pool& pool, bool alone, const StepDescription& s);
+    void logits(Pool& pool, bool alone, const float* hidden, int rows, float* out);
     // Where rows are quantised: the inputs of q k v, of o, of gate and up, of down in each layer, and of the output.
     enum Site { ATTENTION = 0, ATTENDED = 1, MLP = 2, GATED = 3, SITES = 4 };
     Rows at_site(Rows rows, int layer, int site) {
@@ -111,6 +117,7 @@ class Model {
     std::vector<const float*> norms_;
     bool floats_;
     Tasks tasks_;
+    Alone hidden_alone_, logits_alone_;
     Scratch x_, qkv_, request_of_, tiles_;
     RowBuffers normed_, attended_, gated_, head_;
     std::vector<int32_t> channels_;               // (sites, KEPT); empty until calibrated
@@ -275,8 +282,9 @@ inline void Model::gate_up(int phase, const Linear* m, const Rows& in, const Row
     });
 }
 
-inline void Model::hidden(Pool& pool, const StepDescription& s) {
-    const int tokens = s.tokens, threads = pool.size(), hd = d_.head_dim, width = (d_.heads + 2 * d_.kv_heads) * hd;
+inline void Model::hidden(Pool& pool, bool alone, const StepDescription& s) {
+    const int tokens = s.tokens, threads = alone ? 1 : pool.size(), hd = d_.head_dim;
+    const int width = (d_.heads + 2 * d_.kv_heads) * hd;
     float* x = x_.take<float>((size_t)tokens * d_.hidden);
     float* qkv = qkv_.take<float>((size_t)tokens * width);
     int32_t* request_of = request_of_.take<int32_t>(tokens);
@@ -306,7 +314,7 @@ inline void Model::hidden(Pool& pool, const StepDescription& s) {
         for (int i = 0; i < count; i++) out[i] += values[i];
     };
     tasks_.reset();
-    pool.run([&](int) {
+    pool.run(alone, [&](int) {
         each_token(0, [&](int t) {
             embed(s, x, t);
             norm_row(x + (size_t)t * d_.hidden, norms_[0], at_site(normed, 0, ATTENTION), t, nullptr);
@@ -348,7 +356,7 @@ inline void Model::hidden(Pool& pool, const StepDescription& s) {
     });
 }
 
-inline void Model::logits(Pool& pool, const float* hidden, int rows, float* out) {
+inline void Model::logits(Pool& pool, bool alone, const float* hidden, int rows, float* out) {
     const Linear& head = linears_.back();
     Rows in = at_site(head_.take(d_.hidden, rows, head.format == F32), d_.layers, ATTENTION);
     if (head.format == F32)
@@ -358,8 +366,8 @@ inline void Model::logits(Pool& pool, const float* hidden, int rows, float* out)
             for (int g = 0; g < d_.hidden / GROUP; g++)
                 quantise_group(hidden + (size_t)r * d_.hidden + g * GROUP, in, r, g);
     tasks_.reset();
-    pool.run([&](int) {
-        product(0, &head, 1, in, rows, pool.size(), [&](int row, int column, const float* values, int count) {
+    pool.run(alone, [&](int) {
+        product(0, &head, 1, in, rows, alone ? 1 : pool.size(), [&](int row, int column, const float* values, int count) {
             memcpy(out + (size_t)row * d_.vocabulary + column, values, sizeof(float) * count);
         });
     });

@@ -1,7 +1,10 @@
 // A pool whose threads run one function together and meet at barriers inside it: one wake-up a step, not one a kernel.
 // Waiting spins briefly, then sleeps in the kernel, so a busy machine is not made busier.
 #pragma once
+#include <algorithm>
 #include <atomic>
+#include <bit>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <thread>
@@ -34,9 +37,10 @@ class Pool {
     }
     int size() const { return size_; }
 
-    // Runs `body(thread)` on every thread, the caller being thread 0; returns when all are done.
-    void run(const std::function<void(int)>& body) {
-        if (size_ == 1) return body(0);
+    // Runs `body(thread)` on every thread, the caller being thread 0, or on the caller alone; returns when all are done.
+    void run(bool alone, const std::function<void(int)>& body) {
+        alone_ = alone || size_ == 1;
+        if (alone_) return body(0);
         body_ = &body;
         running_.store(size_ - 1, std::memory_order_relaxed);
         start_.fetch_add(1, std::memory_order_release);
@@ -46,7 +50,7 @@ class Pool {
     }
     // Called by all threads inside `run`.
     void barrier() {
-        if (size_ == 1) return;
+        if (alone_) return;
         uint32_t phase = phase_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == (uint32_t)size_) {
             arrived_.store(0, std::memory_order_relaxed);
@@ -69,6 +73,7 @@ class Pool {
         }
     }
     int size_;
+    bool alone_ = false;  // read by the caller, or by others between its store to `start_` and their last to `running_`
     std::atomic<bool> stop_{false};
     const std::function<void(int)>* body_ = nullptr;
     alignas(64) std::atomic<uint32_t> start_{0};
@@ -96,6 +101,41 @@ class Tasks {
         std::atomic<int> value{0};
     };
     std::vector<Slot> next_;
+};
+
+// Whether a call with few rows runs on the caller alone: what comes from memory is soon all that one thread can draw,
+// and a barrier waits for whoever else's work has pushed a thread aside. Which is faster depends on the machine and on
+// what else it does, so calls are timed both ways, all along. Bits do not depend on it.
+class Alone {
+  public:
+    template <typename F>
+    void timed(int rows, const Pool& pool, F call) {
+        if (rows >= MANY || pool.size() == 1) return call(false);
+        Class& of = classes_[std::bit_width((unsigned)rows)];
+        const uint32_t turn = of.calls++;
+        const bool probes = turn < 2 * KEPT_TIMES ? turn % 2 : turn % PROBE_EVERY == 0;
+        const bool alone = probes != (turn >= 2 * KEPT_TIMES && of.typical(true) < of.typical(false));
+        const auto start = std::chrono::steady_clock::now();
+        call(alone);
+        of.note(alone, std::chrono::duration<float>(std::chrono::steady_clock::now() - start).count());
+    }
+
+  private:
+    static constexpr int MANY = 8, KEPT_TIMES = 8, TYPICAL = 6, PROBE_EVERY = 32;
+    struct Class {
+        uint32_t calls = 0, noted[2] = {};
+        float times[2][KEPT_TIMES] = {};
+        void note(bool alone, float seconds) { times[alone][noted[alone]++ % KEPT_TIMES] = seconds; }
+        // The mean of the last times without the longest, which are somebody else's.
+        float typical(bool alone) const {
+            float sorted[KEPT_TIMES], sum = 0.0f;
+            std::copy_n(times[alone], KEPT_TIMES, sorted);
+            std::sort(sorted, sorted + KEPT_TIMES);
+            for (int i = 0; i < TYPICAL; i++) sum += sorted[i];
+            return sum;
+        }
+    };
+    Class classes_[std::bit_width((unsigned)MANY)];
 };
 
 }  // namespace mr
