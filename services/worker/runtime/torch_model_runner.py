@@ -145,8 +145,7 @@ class TorchModelRunner:
         for entry in [*pending, None]:
             size = sum(len(points) for _, points in slab)
             if slab and (entry is None or size + len(entry[1]) > LOGIT_ROWS):
-                points = torch.from_numpy(np.concatenate([points for _, points in slab])).long()
-                logits = self._forward.logits(hidden[points])
+                logits = self._forward.logits(_rows_of(hidden, np.concatenate([points for _, points in slab])))
                 sample_rows = [_sample_row(rows[index], states[index]) for index, _ in slab]
                 for (index, _), result in zip(slab, self._sampler.sample(logits, sample_rows), strict=True):
                     results[index] = _merge(results[index], result)
@@ -175,6 +174,11 @@ class TorchModelRunner:
             targets = state.tokens[row.start + first + 1 :]
             found.extend(token_logprobs(logits[offset], int(targets[offset]), top_count) for offset in range(len(slab)))
         return tuple(found)
+
+
+def _rows_of(hidden: torch.Tensor, points: Positions) -> torch.Tensor:
+    """The rows at distinct ascending `points`; all of them without a copy, as in a step that only decodes."""
+    return hidden if len(points) == hidden.shape[0] else hidden[torch.from_numpy(points).long()]
 
 
 def _wants_prompt_logprobs(row: ScheduledRequest, state: RequestState) -> bool:
