@@ -21,11 +21,11 @@ from services.common.errors import Cancelled, MillraceError, NotFound, NoWorker,
 from services.common.metrics import Metrics
 from services.common.telemetry import traceparent_of, tracer
 from services.gateway.entries import AdmissionSettings, EntryMaker
-from services.gateway.generation import ValidRequest
+from services.gateway.generation import RequestLimits, ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels
 from services.gateway.request_metrics import RequestMeter, label_of
-from services.gateway.requests import RequestCore, RequestLimits
+from services.gateway.requests import RequestCore
 from services.gateway.reservations import first_lease, has_budget, refused, reservation
 from services.gateway.tasks import Tasks
 
@@ -117,7 +117,7 @@ class AdmissionGenerator:
             return False
         if live.facts.key.tenant != tenant:
             raise NotFound("There is no such request.")
-        if live.core.done or live.core.error is not None:
+        if live.core.ended or live.core.done or live.core.error is not None:
             return False
         self._table.fail(live, Cancelled("The request was cancelled."))
         return True

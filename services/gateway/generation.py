@@ -103,6 +103,18 @@ class TokenEvent:
     stop_token_id: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What bounds one request. `budget_tokens` is the first lease of completion tokens, None without a budget."""
+
+    choice_count: int
+    max_token_count: int
+    deadline: float
+    resumes: bool = True
+    budget_tokens: int | None = None
+    unread_bytes: int = 4_194_304
+
+
 class Generation(Protocol):
     """One running request. Exactly one `finish` ends it; leaving it unfinished is a defect."""
 

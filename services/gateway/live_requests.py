@@ -50,7 +50,7 @@ class RequestFacts:
 class Effects(Protocol):
     """What the core's actions and the end of a request need from the rest of the gateway. None of them blocks."""
 
-    def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None: ...
+    def cancel(self, instance: str, cancel: worker_service_pb2.Cancel) -> None: ...
 
     def acknowledge(self, instance: str, request_id: str) -> None: ...
 
@@ -169,6 +169,8 @@ class LiveRequest:
 
     def note(self, event: worker_service_pb2.Event, instance: str) -> None:
         """Remember times and the binding for the usage event."""
+        if self._ending is not None:
+            return
         bound = self.core.binding
         if bound is not None and bound.epoch != self._epoch:
             self._epoch, self._worker = bound.epoch, instance
@@ -209,7 +211,7 @@ class LiveRequest:
         self.marks.end = self._table.clock.wall()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._table.remove(self)
+        self._table.stop(self)
         counts = Counts(
             prompt=len(self.facts.entry.token_ids),
             cached=self.core.cached_token_count,
@@ -224,6 +226,7 @@ class LiveRequest:
         self.meter.ended(self._table.clock.monotonic(), event)
         self._end_span(event)
         await self._table.effects.publish(self, OutboxRecord(counts.computed, event))
+        self._table.remove(self)
         return event.billed
 
     def _end_span(self, event: usage_event_pb2.UsageEvent) -> None:
@@ -266,22 +269,22 @@ class LiveTable:
         self._requests[request.request_id] = request
         self._empty.clear()
 
+    def stop(self, request: LiveRequest) -> None:
+        """Nothing more is wanted of it; it stays known until its end is recorded, and its worker keeps it so long:
+        to settle for this gateway, should that die."""
+        self.perform(request, request.core.end())
+
     def remove(self, request: LiveRequest) -> None:
-        """Forget a request: what runs is cancelled, what ended is confirmed."""
-        if self._requests.pop(request.request_id, None) is None:
-            return
-        actions = request.core.end()
+        """Forget a request whose end is recorded: now its workers may."""
+        self.perform(request, request.core.release())
         bound, entry = request.core.binding, request.core.ack(request.request_id)
-        if not actions and bound is not None and entry is not None:
-            # Only now: until the end is recorded, the worker must be able to settle for a dead gateway.
-            entry.done = request.core.worker_ended
+        if bound is not None and entry is not None:
+            entry.done = True
             self.effects.confirm(bound.instance, entry)
-        self.perform(request, actions)
-        if not self._requests:
-            self._empty.set()
+        self.forget(request)
 
     def forget(self, request: LiveRequest) -> None:
-        """Drop a request that was refused; no worker can have it."""
+        """Drop a request: of one that was refused no worker can have it."""
         self._requests.pop(request.request_id, None)
         if not self._requests:
             self._empty.set()
@@ -294,8 +297,9 @@ class LiveTable:
         """Do what the core decided."""
         for action in actions:
             match action:
-                case SendCancel(instance, epoch, choice):
-                    self.effects.cancel(instance, request.request_id, epoch, choice)
+                case SendCancel(instance, epoch, choice, keep):
+                    name, make = request.request_id, worker_service_pb2.Cancel
+                    self.effects.cancel(instance, make(request_id=name, epoch=epoch, choice=choice, keep=keep))
                 case Own():
                     self.effects.own(request, action)
                 case Readmit(prefix=prefix, cause=cause):
@@ -358,7 +362,8 @@ class LiveTable:
         for event in events:
             request = self._requests.get(event.request_id)
             if request is None:
-                self.effects.cancel(instance, event.request_id, event.epoch, None)
+                cancel = worker_service_pb2.Cancel(request_id=event.request_id, epoch=event.epoch)
+                self.effects.cancel(instance, cancel)
                 continue
             try:
                 actions = request.core.on_event(instance, event, now)

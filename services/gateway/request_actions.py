@@ -15,11 +15,15 @@ class Binding:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Tell a worker to stop an attempt, or one choice of it."""
+    """Tell a worker to stop an attempt, or one choice of it.
+
+    `keep`: until the end is recorded, or the next attempt has a worker, it must be able to settle for a dead gateway.
+    """
 
     instance: str
     epoch: int
     choice: int | None = None
+    keep: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

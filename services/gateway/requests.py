@@ -30,7 +30,7 @@ from services.common.errors import (
 )
 from services.gateway.choice_tokens import ChoiceTokens
 from services.gateway.end_errors import error_of_finish, error_of_record
-from services.gateway.generation import TokenEvent
+from services.gateway.generation import RequestLimits, TokenEvent
 from services.gateway.request_actions import Action, Binding, Own, Readmit, Reattach, Rechoose, SendCancel
 
 UNCONFIRMED_TOKENS = 16
@@ -43,18 +43,6 @@ _BUDGET_LOW_TOKENS = 32
 _BYTES_PER_TOKEN = 16
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What bounds one request. `budget_tokens` is the first lease of completion tokens, None without a budget."""
-
-    choice_count: int
-    max_token_count: int
-    deadline: float
-    resumes: bool = True
-    budget_tokens: int | None = None
-    unread_bytes: int = 4_194_304
-
-
 class RequestCore:
     """State of one live request. `error` set means that it failed; `done` that every choice has ended."""
 
@@ -62,6 +50,8 @@ class RequestCore:
         self.limits = limits
         self.choices = tuple(ChoiceTokens(index) for index in range(limits.choice_count))
         self.binding: Binding | None = None
+        # Attempts given up whose workers keep what was delivered.
+        self._left: list[Binding] = []
         self.attempt = 1
         self._lost: tuple[str, ...] = ()
         self._holder = ""
@@ -142,12 +132,19 @@ class RequestCore:
         self.ended = True
         return self._cancel_running()
 
+    def release(self) -> list[Action]:
+        """Workers of attempts given up may forget them: another has it, or its end is recorded."""
+        left, self._left = self._left, []
+        return [SendCancel(binding.instance, binding.epoch) for binding in left]
+
     # --- what workers say ----------------------------------------------------------------------------------------
     def on_event(self, instance: str, event: worker_service_pb2.Event, now: float) -> list[Action]:
         """One event of a frame."""
-        if self.ended or self.error is not None:
-            return [SendCancel(instance, event.epoch)]
         offered = Binding(event.epoch, instance)
+        if self.ended or self.error is not None:
+            if self.binding is None and event.epoch >= self._floor:
+                self.binding = offered
+            return [SendCancel(instance, event.epoch, keep=offered == self.binding or offered in self._left)]
         actions = self._bind(offered)
         if self.binding != offered:
             return actions
@@ -259,7 +256,7 @@ class RequestCore:
         if offered == bound:
             return []
         if epoch < self._floor or (bound is not None and epoch <= bound.epoch):
-            return [SendCancel(instance, epoch)]
+            return [SendCancel(instance, epoch, keep=offered in self._left)]
         if bound is not None:
             # Once a token of this attempt was handed on, only the gateway raises the epoch.
             if any(choice.handed_since_base for choice in self.choices):
@@ -268,7 +265,7 @@ class RequestCore:
                 choice.restart()
         self.binding = offered
         self._gap_at = None
-        actions: list[Action] = [Own(offered)]
+        actions: list[Action] = [Own(offered), *self.release()]
         if bound is not None:
             actions.append(SendCancel(bound.instance, bound.epoch))
         actions += [SendCancel(instance, epoch, c.index) for c in self.choices if c.stopped and c.finish is None]
@@ -334,12 +331,14 @@ class RequestCore:
     def _run_elsewhere(self, error: MillraceError, now: float, *, holder: str = "") -> list[Action]:
         bound, self.binding = self.binding, None
         self._holder = holder
+        cancel: list[Action] = []
         if bound is not None:
             self._floor = max(self._floor, bound.epoch + 1)
+            self._left.append(bound)
+            cancel = [SendCancel(bound.instance, bound.epoch, keep=True)]
         for choice in self.choices:
             if choice.finish is None and choice.received >= self.limits.max_token_count:
                 choice.finish = common_pb2.FINISH_REASON_LENGTH
-        cancel: list[Action] = [SendCancel(bound.instance, bound.epoch)] if bound is not None else []
         if self.produced:
             return cancel
         if now >= self.limits.deadline:
@@ -377,7 +376,7 @@ class RequestCore:
     def _cancel_running(self) -> list[Action]:
         if self.binding is None or self.worker_ended:
             return []
-        return [SendCancel(self.binding.instance, self.binding.epoch)]
+        return [SendCancel(self.binding.instance, self.binding.epoch, keep=True)]
 
     def _room(self, choice: ChoiceTokens) -> int:
         room = choice.received - choice.handed

@@ -55,9 +55,9 @@ class StoreEffects:
         self._tasks = Tasks()
         self._owning: dict[Pool, dict[str, Ownership]] = {}
 
-    def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None:
+    def cancel(self, instance: str, cancel: worker_service_pb2.Cancel) -> None:
         """Tell the worker, where there is a stream to it."""
-        self._pool.cancel(instance, request_id, epoch, choice)
+        self._pool.cancel(instance, cancel)
 
     def acknowledge(self, instance: str, request_id: str) -> None:
         """Tell the worker soon what was delivered."""

@@ -75,7 +75,7 @@ class WorkerAttachment:
         self._listener = listener
         self._clock = clock
         self._dial = dial
-        self._cancels: dict[tuple[str, int, int | None], None] = {}
+        self._cancels: dict[bytes, worker_service_pb2.Cancel] = {}
         self._unacked: dict[str, None] = {}
         self._final: dict[str, worker_service_pb2.AckEntry] = {}
         # There is something to send; it must not wait for company.
@@ -122,10 +122,10 @@ class WorkerAttachment:
             self._log.warning("worker_lost")
             self._listener.on_worker_lost(self.record.instance)
 
-    def cancel(self, request_id: str, epoch: int, choice: int | None) -> None:
+    def cancel(self, cancel: worker_service_pb2.Cancel) -> None:
         """Send a Cancel as soon as the stream takes it; while it is broken, what it holds is dropped by epoch."""
         if self.attached:
-            self._cancels[request_id, epoch, choice] = None
+            self._cancels[cancel.SerializeToString(deterministic=True)] = cancel
             self._hurry_up()
 
     def acknowledge(self, request_id: str) -> None:
@@ -230,8 +230,8 @@ class WorkerAttachment:
             await self._wait_for_company()
             self._wake.clear()
             self._hurry.clear()
-            for request_id, epoch, choice in self._take_cancels():
-                cancel = worker_service_pb2.Cancel(request_id=request_id, epoch=epoch, choice=choice)
+            cancels, self._cancels = self._cancels, {}
+            for cancel in cancels.values():
                 await call.write(worker_service_pb2.AttachRequest(cancel=cancel))
             ids, self._unacked = self._unacked, {}
             final, self._final = self._final, {}
@@ -252,10 +252,6 @@ class WorkerAttachment:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ACK_DELAY_S):
                     await self._hurry.wait()
-
-    def _take_cancels(self) -> list[tuple[str, int, int | None]]:
-        cancels, self._cancels = list(self._cancels), {}
-        return cancels
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

@@ -80,11 +80,11 @@ class WorkerPool:
         """Workers with an open stream."""
         return [instance for instance, attachment in self._attachments.items() if attachment.attached]
 
-    def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None:
+    def cancel(self, instance: str, cancel: worker_service_pb2.Cancel) -> None:
         """Send a Cancel to a worker, where there is a stream to it."""
         attachment = self._attachments.get(instance)
         if attachment is not None:
-            attachment.cancel(request_id, epoch, choice)
+            attachment.cancel(cancel)
 
     def acknowledge(self, instance: str, request_id: str) -> None:
         """Send an ack of a request to its worker at once."""

@@ -1,7 +1,8 @@
 """Ends what nobody else can end: requests whose gateway is gone, and reservations that nobody settled.
 
 A gateway is dead when its lease expired and no live worker reports it attached, twice in a row. Nothing is reaped until
-Redis and this router's own connection are both older than two leases. Every act is idempotent; many routers may reap.
+Redis and this router's own connection are both older than two leases. What a live worker owns is that worker's to end,
+until two leases after its deadline. Every act is idempotent; many routers may reap.
 """
 
 from __future__ import annotations
@@ -94,13 +95,12 @@ class Reaper:
 
     async def _end(self, pool: Pool, request_ids: list[str], workers: set[str]) -> int:
         records = await self._store.read_requests(pool, request_ids)
-        # A live worker ends its own requests: only it knows what was delivered.
         terminals = [
             self._terminal(record)
             for record in records
             if record is not None
             and record.phase is not RequestPhase.FINISHED
-            and not (record.phase is RequestPhase.OWNED and record.worker_instance in workers)
+            and not (record.worker_instance in workers and self._is_workers(record))
         ]
         results = await self._store.finish(pool, terminals)
         for terminal, result in zip(terminals, results, strict=True):
@@ -110,6 +110,13 @@ class Reaper:
         if won:
             structlog.get_logger().warning("requests_reaped", pool=pool.tag, count=won)
         return won
+
+    def _is_workers(self, record: RequestRecord) -> bool:
+        """A live worker ends its own requests: only it knows what was delivered. Past the deadline it has none."""
+        if record.phase is not RequestPhase.OWNED:
+            return False
+        deadline = usage_event_pb2.UsageEvent.FromString(record.prebuilt_event).times.end_time
+        return self._clock.wall() < deadline.ToNanoseconds() / 1e9 + QUIET_S
 
     def _terminal(self, record: RequestRecord) -> Terminal:
         """Nothing is billed for a request that never ran; the prompt only where gateway and worker both died."""

@@ -201,13 +201,11 @@ class GatewayHub:
             self._table.ack(gateway, message.ack.entries)
             self._note_empty()
         elif kind == "cancel":
-            cancel = message.cancel
-            choice = cancel.choice if cancel.HasField("choice") else None
-            abort = self._table.cancel(gateway, cancel.request_id, cancel.epoch, choice)
-            stream = self._table.get(cancel.request_id)
+            abort = self._table.cancel(gateway, message.cancel)
+            stream = self._table.get(message.cancel.request_id)
             if abort is not None:
                 self._engine.abort([abort])
-            if abort is not None and choice is None and stream is not None:
+            if abort is not None and abort.choice is None and stream is not None:
                 stream.note_cancel(self._clock.wall())
             self._note_empty()
         self._board.touch()

@@ -18,7 +18,8 @@ from services.worker.tenant_caps import TenantCaps
 
 COALESCE_S = 0.020
 GATEWAY_GRACE_S = 5.0
-ENDED_RETENTION_S = 30.0
+# As long as a request may take: so long its gateway may be writing it out, to settle if that dies.
+ENDED_RETENTION_S = 3_600.0
 FRAME_POSITIONS = 65_536
 FENCE_COUNT = 16_384
 
@@ -220,9 +221,13 @@ class RequestTable:
             stream.ack(entry)
             if entry.done and stream.ended:
                 self._remove(stream)
+            elif entry.done:
+                stream.abandoned = True
 
-    def cancel(self, gateway: str, request_id: str, epoch: int, choice: int | None) -> Abort | None:
+    def cancel(self, gateway: str, cancel: worker_service_pb2.Cancel) -> Abort | None:
         """Stop a request (or one choice) of that epoch or an older one; returns what the engine must stop."""
+        request_id, epoch = cancel.request_id, cancel.epoch
+        choice = cancel.choice if cancel.HasField("choice") else None
         stream = self._streams.get(request_id)
         if stream is not None and stream.facts.gateway_instance != gateway:
             return None
@@ -230,19 +235,16 @@ class RequestTable:
             self._fence(request_id, epoch)
         if stream is None or stream.facts.epoch > epoch:
             return None
-        if choice is None:
+        if choice is None and not cancel.keep:
             if stream.ended or stream.abandoned:
                 self._remove(stream)
             stream.abandoned = True
         return None if stream.ended else Abort(request_id, stream.facts.epoch, choice)
 
     def settle_sent(self, touched: Iterable[RequestStream]) -> None:
-        """A frame was written: cancelled and failed requests whose end went out with it are forgotten.
-
-        Nobody confirms those: the gateway has turned to another attempt or is done.
-        """
+        """A frame was written: requests that nobody wants, and whose end went out with it, are forgotten."""
         for stream in touched:
-            if (stream.abandoned or stream.failure is not None) and stream.ended and not stream.unsent:
+            if stream.abandoned and stream.ended and not stream.unsent:
                 self._remove(stream)
 
     def expire(self, now: float) -> list[RequestStream]:

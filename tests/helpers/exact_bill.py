@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import redis
 
 from tests.helpers.counting_proxy import Counted, CountingProxy, read_until
-from tests.helpers.nemesis import Nemesis
+from tests.helpers.nemesis import Nemesis, redis_socket
 from tests.helpers.stack import Stack, millrace
 
 AT_ONCE = 16
@@ -91,11 +92,33 @@ class ExactBill:
         found = [f"{name}: {n} rows" for name, n in Counter(row["request_id"] for row in rows).items() if n != 1]
         for counted in self.seen:
             row = by_id.get(counted.request_id)
-            wrong = "no row" if row is None else self._mistake(counted, row["billed_completion_tokens"])
+            if row is None:
+                wrong: str | None = f"no row, {self._about(counted)}"
+            else:
+                wrong = self._mistake(counted, row["billed_completion_tokens"])
             if wrong is not None:
                 state = "" if row is None else f"{row['terminal_state']} {row['error_reason']}"
                 found.append(f"{counted.request_id} ({state}): {wrong}")
         return found
+
+    def _about(self, counted: Counted) -> str:
+        """What is known of a request that nobody ended: its end, the last kill before it, Redis' record, the logs."""
+        now, name = time.monotonic(), counted.request_id
+        kills = [fault.at - counted.ended for fault in self.nemesis.faults if fault.at <= counted.ended + 1]
+        with redis.Redis(unix_socket_path=redis_socket(self.stack)) as client:
+            records = [client.hgetall(key) for key in client.scan_iter(f"mr:*:req:{name}")]
+            live = [key for key in client.scan_iter("mr:*:live") if client.hexists(key, name)]
+        fields = [{k: v for k, v in record.items() if k != b"event"} for record in records]
+        logged = [
+            f"{path.name}: {line}"
+            for path in sorted((self.stack.home / "logs").glob("*.log*"))
+            for line in path.read_text(errors="replace").splitlines()
+            if name in line
+        ]
+        return (
+            f"{counted.token_count} tokens passed, done {counted.done}, ended {now - counted.ended:.1f} s ago, nearest "
+            f"kill {max(kills, default=0.0):+.3f} s from its end, Redis {fields}, live in {live}, logs {logged}"
+        )
 
     def _mistake(self, counted: Counted, billed: int) -> str | None:
         count, nemesis = counted.token_count, self.nemesis

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from millrace.common.v1 import admission_pb2, common_pb2
 
-from services.gateway.generation import TokenEvent
+from services.gateway.generation import RequestLimits, TokenEvent
 from services.gateway.metering import Counts, billed_usage
 from services.gateway.request_actions import Readmit
-from services.gateway.requests import RequestCore, RequestLimits
+from services.gateway.requests import RequestCore
 from services.worker import wire
 from services.worker.engine.engine import Engine
 from services.worker.engine.outputs import EngineOutput

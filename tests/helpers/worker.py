@@ -201,8 +201,8 @@ class GatewayClient:
         self.choice_counts[work.request_id] = work.sampling.choice_count
         return await self.stub.Submit(submit_request(work, **options), timeout=WAIT_S)  # type: ignore[arg-type]
 
-    def cancel(self, request_id: str, epoch: int = 256, choice: int | None = None) -> None:
-        message = pb.Cancel(request_id=request_id, epoch=epoch)
+    def cancel(self, request_id: str, epoch: int = 256, choice: int | None = None, *, keep: bool = False) -> None:
+        message = pb.Cancel(request_id=request_id, epoch=epoch, keep=keep)
         if choice is not None:
             message.choice = choice
         self._outgoing.put_nowait(pb.AttachRequest(cancel=message))

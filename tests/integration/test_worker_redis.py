@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import redis.asyncio as aioredis
 from millrace.common.v1 import common_pb2
 
@@ -41,8 +42,9 @@ async def test_the_worker_is_listed_while_it_runs_and_gone_after_its_drain(redis
         assert await store.list_workers() == []
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 async def test_a_lost_gateways_request_ends_once_with_its_acknowledged_tokens(
-    redis_client: aioredis.Redis, redis_server: RedisProcess
+    redis_client: aioredis.Redis, redis_server: RedisProcess, stopped: bool
 ) -> None:
     store, clock = AdmissionStore(redis_client), ShiftedClock()
     work = entry("r1", max_tokens=400)
@@ -58,6 +60,11 @@ async def test_a_lost_gateways_request_ends_once_with_its_acknowledged_tokens(
         stream = rig.app.parts.table.get("r1")
         assert stream is not None
         await until(lambda: stream.delivered_counts()[0] >= 4)
+        if stopped:
+            # Its client left; the gateway dies before that is on its disk.
+            gateway.acking = False
+            gateway.cancel("r1", epoch, keep=True)
+            await gateway.until(lambda: 0 in gateway.of("r1").finishes)
 
         await gateway.hang_up()
         await until(lambda: not rig.app.parts.table.is_attached("gateway-1"))

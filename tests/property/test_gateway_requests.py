@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
+from services.gateway.generation import RequestLimits
 from services.gateway.request_actions import Action, Readmit, Reattach, SendCancel
-from services.gateway.requests import RequestCore, RequestLimits
+from services.gateway.requests import RequestCore
 
 MAX_TOKENS = 24
 WORKERS = ("worker-a", "worker-b")

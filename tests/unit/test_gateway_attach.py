@@ -186,8 +186,8 @@ async def test_acks_of_many_requests_share_a_message(rig: Rig) -> None:
 async def test_cancels_and_last_acks_are_sent(rig: Rig) -> None:
     await rig.attached()
 
-    rig.pool.cancel("worker-a", "r", 5, None)
-    rig.pool.cancel("worker-a", "s", 6, 2)
+    rig.pool.cancel("worker-a", pb.Cancel(request_id="r", epoch=5))
+    rig.pool.cancel("worker-a", pb.Cancel(request_id="s", epoch=6, choice=2))
     rig.pool.confirm("worker-a", pb.AckEntry(request_id="t", epoch=7, done=True))
 
     await until(lambda: len(rig.worker.cancels) == 2 and bool(rig.worker.acks))

@@ -14,13 +14,13 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
 from services.common.errors import DeadlineExceeded, Draining, GatewayLost, Internal
 from services.common.metrics import Metrics
-from services.gateway.generation import ServedModel, ValidRequest
+from services.gateway.generation import RequestLimits, ServedModel, ValidRequest
 from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
 from services.gateway.metering import ClientLabels
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_actions import Own, Readmit, Rechoose
 from services.gateway.request_metrics import RequestMeter
-from services.gateway.requests import RequestCore, RequestLimits
+from services.gateway.requests import RequestCore
 from services.gateway.targets import parse_targets
 from tests.helpers.echo_generation import served
 from tests.helpers.fake_clock import FakeClock
@@ -43,6 +43,9 @@ TARGETS = parse_targets("interactive/short=500:50:10000")
 class RecordingEffects:
     def __init__(self) -> None:
         self.cancels: list[tuple[str, str, int, int | None]] = []
+        self.kept: list[str] = []
+        self.disk = asyncio.Event()
+        self.disk.set()
         self.acknowledged: list[tuple[str, str]] = []
         self.confirmed: list[pb.AckEntry] = []
         self.owned: list[Own] = []
@@ -53,8 +56,10 @@ class RecordingEffects:
         self.budget_asks: list[int] = []
         self.published: list[OutboxRecord] = []
 
-    def cancel(self, instance: str, request_id: str, epoch: int, choice: int | None) -> None:
-        self.cancels.append((instance, request_id, epoch, choice))
+    def cancel(self, instance: str, cancel: pb.Cancel) -> None:
+        choice = cancel.choice if cancel.HasField("choice") else None
+        self.cancels.append((instance, cancel.request_id, cancel.epoch, choice))
+        self.kept += [cancel.request_id] if cancel.keep else []
 
     def acknowledge(self, instance: str, request_id: str) -> None:
         self.acknowledged.append((instance, request_id))
@@ -81,7 +86,7 @@ class RecordingEffects:
         self.budget_asks.append(tokens)
 
     async def publish(self, request: LiveRequest, record: OutboxRecord) -> None:
-        await asyncio.sleep(0)
+        await self.disk.wait()
         self.published.append(record)
 
 
@@ -293,15 +298,23 @@ async def test_only_requests_bound_to_a_worker_are_continued_and_acked_there(rig
     assert (entry.request_id, list(entry.next_indices), entry.done) == ("bound", [2], False)
 
 
-async def test_an_ended_request_is_the_workers_to_settle_until_its_end_is_recorded(rig: Rig) -> None:
+@pytest.mark.parametrize("ended", [True, False])
+async def test_an_ended_request_is_the_workers_to_settle_until_its_end_is_recorded(rig: Rig, ended: bool) -> None:
     live = rig.add("r")
-    rig.frame("r", 0, 1, 2, finish=True)
+    rig.frame("r", 0, 1, 2, finish=ended)
+    rig.effects.disk.clear()
 
+    finishing = asyncio.create_task(live.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_STOP))
+    await asyncio.sleep(0)
+    rig.frame("r", 2, 3, finish=True)
     (before,) = rig.table.ack_entries("worker-a", ["r"])
-    await live.finish(common_pb2.TERMINAL_STATE_COMPLETED, common_pb2.FINISH_REASON_STOP)
+    confirmed, forgotten = list(rig.effects.confirmed), len(rig.effects.cancels) - len(rig.effects.kept)
+    rig.effects.disk.set()
+    await finishing
 
-    assert not before.done
-    assert [entry.done for entry in rig.effects.confirmed] == [True]
+    assert (before.done, confirmed, forgotten) == (False, [], 0)
+    assert [(entry.epoch, entry.done) for entry in rig.effects.confirmed] == [(257, True)]
+    assert len(rig.table) == 0
 
 
 async def test_eight_delivered_tokens_are_told_at_once_and_once(rig: Rig) -> None:

@@ -16,8 +16,9 @@ from services.common.errors import (
     Superseded,
     WorkerLost,
 )
+from services.gateway.generation import RequestLimits
 from services.gateway.request_actions import Binding, Own, Readmit, Reattach, Rechoose, SendCancel
-from services.gateway.requests import RequestCore, RequestLimits
+from services.gateway.requests import RequestCore
 
 A, B, C = "worker-a", "worker-b", "worker-c"
 
@@ -124,7 +125,7 @@ def test_a_gap_reopens_the_stream_and_a_second_one_runs_elsewhere() -> None:
     assert core.on_event(A, delta(257, 2, 3), 1.0) == [Reattach(A)]
     again = core.on_event(A, delta(257, 2, 3), 1.0)
 
-    assert again == [SendCancel(A, 257), Readmit(2)]
+    assert again == [SendCancel(A, 257, keep=True), Readmit(2)]
 
 
 def test_the_worker_knows_what_was_delivered_but_for_sixteen_tokens() -> None:
@@ -173,8 +174,11 @@ def test_a_worker_lost_before_the_first_token_starts_over() -> None:
 
     actions = core.on_worker_lost(A, 2.0)
 
-    assert actions == [SendCancel(A, 257), Readmit(2, lost=(A,))]
-    assert core.on_event(A, delta(257, 2, 3), 3.0) == [SendCancel(A, 257)], "the old epoch is fenced"
+    kept = SendCancel(A, 257, keep=True)
+    assert actions == [kept, Readmit(2, lost=(A,))]
+    assert core.on_event(A, delta(257, 2, 3), 3.0) == [kept], "the old epoch is fenced"
+    assert core.on_event(B, accepted(131_073 << 8), 4.0) == [Own(Binding(131_073 << 8, B)), SendCancel(A, 257)]
+    assert core.release() == []
 
 
 def test_a_worker_lost_in_mid_stream_resumes_after_what_was_received() -> None:
@@ -307,7 +311,7 @@ def test_the_end_of_a_running_request_cancels_it_and_of_an_ended_one_does_not() 
     running.on_event(A, delta(257, 0, 1), 1.0)
     ended.on_event(A, delta(257, 0, 1, finish=common_pb2.FINISH_REASON_STOP), 1.0)
 
-    assert running.end() == [SendCancel(A, 257)]
+    assert running.end() == [SendCancel(A, 257, keep=True)]
     assert ended.end() == []
     assert (running.worker_ended, ended.worker_ended) == (False, True)
 
@@ -316,7 +320,21 @@ def test_frames_after_the_end_are_answered_by_cancel() -> None:
     core = make_core()
     core.end()
 
-    assert core.on_event(A, accepted(257), 1.0) == [SendCancel(A, 257)]
+    assert core.on_event(A, accepted(257), 1.0) == [SendCancel(A, 257, keep=True)]
+    assert core.on_event(B, accepted(258), 1.0) == [SendCancel(B, 258)]
+    assert core.binding == Binding(257, A), "the last ack goes to the worker that has it"
+
+
+def test_workers_of_attempts_given_up_keep_them_until_the_end() -> None:
+    core = make_core(resumes=False)
+    core.on_event(A, delta(257, 0, 1, 2), 1.0)
+    assert drain(core) == [1, 2]
+    core.mark_delivered(0, 2)
+
+    assert core.on_event(A, failed(257, "ENGINE_ERROR", retryable=True), 2.0) == [SendCancel(A, 257, keep=True)]
+    assert core.end() == []
+    assert core.on_event(A, accepted(257), 3.0) == [SendCancel(A, 257, keep=True)]
+    assert core.release() == [SendCancel(A, 257)]
 
 
 def test_a_budget_that_is_used_up_stops_at_exactly_that_token() -> None:
@@ -331,7 +349,7 @@ def test_a_budget_that_is_used_up_stops_at_exactly_that_token() -> None:
     assert event is not None
     assert (event.token_ids, event.finish_reason) == ((), common_pb2.FINISH_REASON_BUDGET)
     assert core.done
-    assert core.end() == [SendCancel(A, 257)], "the worker still runs"
+    assert core.end() == [SendCancel(A, 257, keep=True)], "the worker still runs"
 
 
 def test_a_renewed_budget_lets_the_stream_go_on() -> None:

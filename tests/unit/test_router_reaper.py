@@ -40,7 +40,7 @@ class Sweeper:
         self.client = client
         self.time = StoreTime()
         self.clock = FakeClock()
-        self.store = AgedStore(client, now_ms=self.time)
+        self.store = AgedStore(client, now_ms=self.time, clock=self.clock)
         self.registry = EndpointRegistry(self.store, "router-1", self.clock, lambda: None)
         self.reaper = Reaper(self.store, self.registry, self.clock)
 
@@ -51,6 +51,7 @@ class Sweeper:
         self.clock.jump(QUIET_S)
 
     async def enqueue(self, request_id: str, *, gateway: str = "dead-gateway", attempt: int = 1) -> None:
+        """With a deadline in ten minutes."""
         await self.store.reserve(Reserve("acme", request_id, 0, 20, 20, QuotaLimits()))
         entry = make_entry(request_id, gateway=gateway, attempt=attempt)
         await self.store.enqueue(POOL, entry, CAPS, remaining_ms=600_000)
@@ -118,6 +119,19 @@ async def test_a_running_request_is_its_workers_to_end_while_that_lives(sweeper:
     [record] = await sweeper.store.read_requests(POOL, ["r1"])
     assert record is not None
     assert record.phase is RequestPhase.OWNED
+
+
+async def test_a_request_that_its_live_worker_never_ended_ends_two_leases_after_its_deadline(sweeper: Sweeper) -> None:
+    await sweeper.enqueue("r1")
+    await sweeper.store.own(POOL, [Ownership("r1", 257, "worker-1")])
+
+    sweeper.clock.jump(600 + QUIET_S - 0.1)
+    assert await sweeper.sweep() == 0
+    sweeper.clock.jump(0.1)
+    assert await sweeper.sweep() == 1
+
+    [event] = await sweeper.events()
+    assert (event.billed.prompt_token_count, event.billed.completion_token_count) == (10, 0)
 
 
 async def test_with_gateway_and_worker_dead_the_prompt_only_is_billed(sweeper: Sweeper) -> None:

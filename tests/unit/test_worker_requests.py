@@ -272,7 +272,7 @@ def test_a_cancelled_request_is_forgotten_once_its_end_was_sent() -> None:
     table = table_with(stream_of())
     frame(table)
 
-    stop = table.cancel("g1", "r1", 256, None)
+    stop = table.cancel("g1", pb.Cancel(request_id="r1", epoch=256))
     apply(table, output(0, (), finish=FinishReason.CANCELLED))
     held = len(table)
     events = frame(table)
@@ -286,14 +286,14 @@ def test_a_cancelled_request_is_forgotten_once_its_end_was_sent() -> None:
 def test_a_cancel_of_an_older_epoch_leaves_the_newer_run_alone() -> None:
     table = table_with(stream_of(epoch=512))
 
-    assert table.cancel("g1", "r1", 256, None) is None
+    assert table.cancel("g1", pb.Cancel(request_id="r1", epoch=256)) is None
     assert table.get("r1") is not None
 
 
 def test_a_second_cancel_forgets_at_once() -> None:
     table = table_with(stream_of())
-    table.cancel("g1", "r1", 256, None)
-    table.cancel("g1", "r1", 256, None)
+    table.cancel("g1", pb.Cancel(request_id="r1", epoch=256))
+    table.cancel("g1", pb.Cancel(request_id="r1", epoch=256))
 
     assert len(table) == 0
     table.check_invariants()
@@ -356,15 +356,52 @@ def test_a_failure_comes_after_the_tokens_before_it() -> None:
     assert kinds(events) == ["accepted", "started", "delta", "failed"]
 
 
-def test_a_failed_request_is_forgotten_once_its_failure_was_sent() -> None:
+def test_a_failed_request_is_kept_until_its_gateway_gives_it_up() -> None:
     table = table_with(stream_of())
     table.fail("r1", 256, Failure("ENGINE_ERROR", "x", True), now=0.0, now_wall=WALL)
+    frame(table)
     held = len(table)
 
-    frame(table)
+    table.cancel("g1", pb.Cancel(request_id="r1", epoch=256))
 
     assert (held, len(table)) == (1, 0)
     table.check_invariants()
+
+
+@pytest.mark.parametrize("recorded", ["before it has stopped", "after it has stopped"])
+def test_a_request_stopped_before_its_end_is_recorded_is_kept_until_the_gateway_says_so(recorded: str) -> None:
+    table = table_with(stream_of())
+    keep, done = pb.Cancel(request_id="r1", epoch=256, keep=True), ack("r1", 0, done=True)
+    frame(table)
+
+    assert table.cancel("g1", keep) == Abort("r1", 256)
+    if recorded == "before it has stopped":
+        table.ack("g1", [done])
+    apply(table, output(0, (), finish=FinishReason.CANCELLED))
+    frame(table)
+    if recorded == "after it has stopped":
+        assert table.cancel("g1", keep) is None
+        assert len(table) == 1
+        table.ack("g1", [done])
+
+    assert len(table) == 0
+    table.check_invariants()
+
+
+def test_a_gateway_that_dies_before_it_records_an_end_leaves_it_to_the_worker() -> None:
+    stream = stream_of()
+    table = table_with(stream)
+    apply(table, output(0, (10, 11), started=True))
+    frame(table)
+    table.ack("g1", [ack("r1", 2)])
+
+    table.cancel("g1", pb.Cancel(request_id="r1", epoch=256, keep=True))
+    apply(table, output(2, (), finish=FinishReason.CANCELLED))
+    frame(table)
+    table.detach("g1", 100.0)
+
+    assert table.expire(100.0 + GATEWAY_GRACE_S) == [stream]
+    assert stream.delivered_counts() == [2]
 
 
 class GatewayMachine(RuleBasedStateMachine):
