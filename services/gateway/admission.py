@@ -31,6 +31,7 @@ from services.gateway.tasks import Tasks
 
 RETRY_AFTER_S = 1.0
 STORE_PATIENCE_S = 3.0
+_WAITS = 10
 _ULID_CHARS = 26
 T = TypeVar("T")
 
@@ -204,12 +205,16 @@ class AdmissionGenerator:
 
 
 async def _patient(asked: Awaitable[T]) -> T:
-    """A Redis that hangs is away."""
+    """A Redis that hangs is away. A loop that is late is not Redis: after each wait it reads what was answered."""
+    answer = asyncio.ensure_future(asked)
     try:
-        async with asyncio.timeout(STORE_PATIENCE_S):
-            return await asked
-    except TimeoutError as error:
-        raise StoreUnavailable("The admission store does not answer.", retry_after_s=RETRY_AFTER_S) from error
+        for _ in range(_WAITS):
+            await asyncio.wait((answer,), timeout=STORE_PATIENCE_S / _WAITS)
+            if answer.done():
+                return answer.result()
+    finally:
+        answer.cancel()
+    raise StoreUnavailable("The admission store does not answer.", retry_after_s=RETRY_AFTER_S)
 
 
 def _labels(entry: admission_pb2.AdmissionEntry, metrics: Metrics) -> tuple[str, str, str, str, str]:

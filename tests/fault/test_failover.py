@@ -109,7 +109,8 @@ async def test_a_lagging_replica_that_is_promoted_loses_no_request(
     await until(lambda: spent(watched) >= billed_sum, every_s=0.5, within_s=120)
     freed = await free_blocks(services.router_address)
 
-    print(f"endings {dict(Counter(a.ending for a in streams.attempts))}, {len(rows)} rows, {billed_sum} tokens")
+    refused = Counter(str((a.seen.error or {}).get("code")) for a in streams.attempts if a.ending == "refused")
+    print(f"{len(accepted)} accepted, refused {dict(refused)}, {len(rows)} rows, {billed_sum} tokens")
     assert Counter(a.ending for a in accepted) == {"completed": len(accepted)}
     assert all(a.seen.is_echo_prefix(VOCAB) and len(a.seen.token_ids) == a.max_tokens for a in accepted)
     billed = {row.request_id: row.billed_completion_tokens for row in rows}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from millrace.common.v1 import admission_pb2, common_pb2
@@ -269,6 +271,25 @@ async def test_a_store_that_hangs_is_away(rig: Rig, monkeypatch: pytest.MonkeyPa
     await until(lambda: rig.store.settled)
 
     assert len(rig.table) == 0
+
+
+class LateLoop(asyncio.Event):
+    """Holds the loop up in each of some turns for longer than a store may take to answer, then opens."""
+
+    async def wait(self) -> Literal[True]:
+        for _ in range(5):
+            time.sleep(2 * admission.STORE_PATIENCE_S)  # noqa: ASYNC251 - a loop that is busy
+            await asyncio.sleep(0)
+        return True
+
+
+async def test_a_loop_that_is_late_does_not_make_the_store_away(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "STORE_PATIENCE_S", 0.01)
+    rig.store.gate = LateLoop()
+
+    await rig.generator.start(KEY, make_request())
+
+    assert len(rig.table) == 1
 
 
 async def test_a_closed_gateway_and_an_empty_pool_refuse_before_anything_is_reserved(rig: Rig) -> None:
