@@ -297,11 +297,12 @@ class LiveTable:
         """Do what the core decided."""
         for action in actions:
             match action:
-                case SendCancel(instance, epoch, choice, keep):
-                    name, make = request.request_id, worker_service_pb2.Cancel
-                    self.effects.cancel(instance, make(request_id=name, epoch=epoch, choice=choice, keep=keep))
-                case Own():
+                case SendCancel(instance):
+                    self.effects.cancel(instance, action.message(request.request_id))
+                case Own(bound):
                     self.effects.own(request, action)
+                    if request.core.delivered_any:
+                        self.effects.acknowledge(bound.instance, request.request_id)
                 case Readmit(prefix=prefix, cause=cause):
                     request.meter.readmitted(cause, "resumed" if prefix else "restarted")
                     self.effects.readmit(request, action)
@@ -362,8 +363,7 @@ class LiveTable:
         for event in events:
             request = self._requests.get(event.request_id)
             if request is None:
-                cancel = worker_service_pb2.Cancel(request_id=event.request_id, epoch=event.epoch)
-                self.effects.cancel(instance, cancel)
+                self.effects.cancel(instance, SendCancel(instance, event.epoch).message(event.request_id))
                 continue
             try:
                 actions = request.core.on_event(instance, event, now)

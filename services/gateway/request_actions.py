@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from millrace.worker.v1 import worker_service_pb2
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Binding:
@@ -24,6 +26,10 @@ class SendCancel:
     epoch: int
     choice: int | None = None
     keep: bool = False
+
+    def message(self, request_id: str) -> worker_service_pb2.Cancel:
+        """What the worker is sent."""
+        return worker_service_pb2.Cancel(request_id=request_id, epoch=self.epoch, choice=self.choice, keep=self.keep)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -74,7 +74,13 @@ def judge(stack: Stack, nemesis: Nemesis, streams: Streams, baseline: list[int])
     assert_usage_answers(stack)
     rows = stack.wait_requests((a.seen.request_id for a in attempts), 2 * SETTLING_S)
     print(f"accepted: {len(attempts)}, rows: {len(rows)}, {dict(Counter(r['terminal_state'] for r in rows))}")
+    # Admitted, but ended before a first frame: their clients saw a refusal, or no answer at all.
+    accepted = {a.seen.request_id for a in attempts}
+    unseen = [row for row in rows if row["request_id"] not in accepted]
+    told = ("terminal_state", "error_reason", "delivered_completion_tokens", "billed_prompt_tokens")
+    print(f"unseen by clients: {dict(Counter(tuple(row[name] for name in told) for row in unseen))}")
 
+    assert [row for row in unseen if row["delivered_completion_tokens"] or row["billed_completion_tokens"]] == []
     assert mistakes_of(attempts, rows, nemesis) == []
     assert [a for a in attempts if a.ending != "completed" and not of_a_struck_gateway(a, nemesis)] == []
     assert any(a.ending == "completed" for a in attempts)

@@ -364,6 +364,21 @@ async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:
     assert readmissions(rig, "restarted", "WORKER_LOST") == 1
 
 
+async def test_a_worker_that_goes_on_with_an_answer_is_told_at_once_what_was_delivered(rig: Rig) -> None:
+    live = rig.add("r")
+    rig.frame("r", 0, 1, 2)
+    event = await anext(live.events())
+    live.mark_delivered(0, len(event.token_ids))
+    rig.table.on_worker_lost("worker-a")
+    told = list(rig.effects.acknowledged)
+
+    rig.table.on_frame("worker-b", [pb.Event(request_id="r", epoch=131_073 << 8, accepted=pb.Accepted())])
+
+    assert (told, rig.effects.acknowledged) == ([], [("worker-b", "r")])
+    (entry,) = rig.table.ack_entries("worker-b", ["r"])
+    assert list(entry.delivered_counts) == [2]
+
+
 async def test_what_runs_elsewhere_is_counted_by_cause_and_by_whether_it_resumed(rig: Rig) -> None:
     live = rig.add("a")
     rig.frame("a", 0, 1)
