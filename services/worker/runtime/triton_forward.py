@@ -169,7 +169,8 @@ class TritonForward:
                 self._matrix(layer.query.float32(), layer.key.float32(), layer.value.float32()),
                 self._matrix(*biases) if biases else None,
             ),
-            output=product(self._matrix(layer.output.float32()), None),
+            # A tenth of the weights, and most of what rounding all of them costs (docs/gpu.md).
+            output=PlainProduct(self._matrix(layer.output.float32()), None),
             gate_up=product(self._matrix(layer.gate.float32(), layer.up.float32()), None),
             down=product(self._matrix(layer.down.float32()), None),
             head_norms=HeadNorms(self._norm_of(np.stack(norms)), self._config.norm_eps) if norms else None,
