@@ -1,4 +1,4 @@
-"""Bad versions through the whole stack: gateway, router, two versions of workers, usage, in real time over HTTP.
+"""Bad and good versions through the whole stack: gateway, router, two versions of workers, usage, real time, HTTP.
 
 One percent of the requests go to the new version, some more are mirrored to it; the controller decides alone.
 """
@@ -6,11 +6,13 @@ One percent of the requests go to the new version, some more are mirrored to it;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -18,16 +20,19 @@ import pytest
 import redis.asyncio as aioredis
 
 from services.common.route_store import RouteStore
-from services.common.routes import Rollout, RolloutState, RouteTable
+from services.common.routes import Rollout, RolloutState, RouteTable, Target
 from services.usage import rollout as steps
 from services.usage.canary.controller import WHO, ProgressStore
+from services.usage.canary.trial import is_watched
 from services.worker import wiring as worker_wiring
+from services.worker.config import WorkerConfig
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.engine.outputs import SchedulerOutput
 from services.worker.engine.request import RequestKey
-from tests.helpers.four_services import running_services
+from tests.helpers.four_services import FourServices, running_services
 from tests.helpers.redis import RedisProcess
 from tests.helpers.rollouts import NEW, OLD
+from tests.helpers.transcripts import Transcript, stream_completion
 from tests.helpers.waiting import until
 from tests.helpers.worker import echo_config, scripted_echo
 
@@ -41,6 +46,9 @@ WINDOW_S = 60.0
 STEP_S = 0.015
 # Of the requests that are mirrored.
 SHARE = 0.5
+# As small a sample as a verdict may have here.
+FEW = {"min_requests": 10.0, "min_to_fail": 5.0}
+GOOD_VERSIONS = int(os.environ.get("CANARY_GOOD", "3"))
 
 
 def pace(seconds: float) -> Callable[[SchedulerOutput], None]:
@@ -95,11 +103,19 @@ class Load:
         return time.monotonic() > min(self.touched(), default=self.began) + WINDOW_S
 
 
-async def begin_rollout(redis: aioredis.Redis, *, shadow: float, bake_s: float, **criteria: float) -> RouteStore:
+async def begin_rollout(
+    redis: aioredis.Redis,
+    *,
+    new: Target = NEW,
+    old: Target = OLD,
+    percents: tuple[int, ...] = steps.DEFAULT_STEPS,
+    bake_s: float,
+    **criteria: float,
+) -> RouteStore:
     routes = RouteStore(redis)
-    plan = steps.Plan(NEW, OLD, bake_s=bake_s, criteria=criteria, mirrored=shadow)
-    table = steps.start(RouteTable(), "echo", plan, now=time.time())
-    await routes.replace(table, who="ann", why="try 2")
+    plan = steps.Plan(new, old, percents, bake_s, FEW | criteria, SHARE)
+    table = steps.start(await routes.read() or RouteTable(), "echo", plan, now=time.time())
+    await routes.replace(table, who="ann", why=f"try {new.version}")
     return routes
 
 
@@ -122,8 +138,7 @@ async def run_rollout(
     model = scripted_echo(config, GOOD)
     try:
         async with running_services(redis_url, folder, worker_config=config, model=model) as services:
-            few = {"min_requests": 10.0, "min_to_fail": 5.0}
-            routes = await begin_rollout(redis, shadow=SHARE, bake_s=bake_s, **few, **criteria)
+            routes = await begin_rollout(redis, bake_s=bake_s, **criteria)
             parts = services.gateway.back.parts
             await until(lambda: parts.routes.table.revision and OLD in parts.directory and NEW in parts.directory)
             load, stop = Load(services.client), asyncio.Event()
@@ -175,3 +190,71 @@ async def test_a_good_version_is_promoted_and_both_versions_latency_is_kept(
     assert progress is not None
     assert any(point.baseline.request_count and point.candidate.tpot_median_seconds for point in progress.points)
     assert [r.who for r in await routes.history()] == ["ann", WHO, WHO, WHO]
+
+
+@contextlib.asynccontextmanager
+async def streaming(client: httpx.AsyncClient) -> AsyncIterator[list[Transcript]]:
+    """Clients that stream one answer after the other until the end of the block; what each got."""
+    seen: list[Transcript] = []
+    stop, body = asyncio.Event(), {"model": "echo", "max_tokens": TOKENS, "temperature": 0}
+
+    async def ask() -> None:
+        while not stop.is_set():
+            seen.append(await stream_completion(client, body | {"prompt": f"p{len(seen)}"}))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(STREAMS):
+            group.create_task(ask())
+        try:
+            yield seen
+        finally:
+            stop.set()
+
+
+async def start_version(config: WorkerConfig, services: FourServices, version: str) -> worker_wiring.WorkerApp:
+    """A worker of another good version, which the gateway knows."""
+    config = dataclasses.replace(config, model_version=version)
+    worker = worker_wiring.build(config, model=scripted_echo(config, dataclasses.replace(GOOD)))
+    await worker.start()
+    await until(lambda: Target("echo", version) in services.gateway.back.parts.directory)
+    return worker
+
+
+async def judged(routes: RouteStore) -> Rollout:
+    """The rollout once it has ended; the last step has its bake time too."""
+    while is_watched(rollout := await rollout_of(routes), time.time()):
+        await asyncio.sleep(0.1)
+    return rollout
+
+
+@pytest.mark.timeout(120 + 120 * GOOD_VERSIONS)
+async def test_good_versions_one_after_the_other_are_promoted_without_an_alarm_or_a_broken_stream(
+    redis_client: aioredis.Redis, redis_server: RedisProcess, tmp_path: Path
+) -> None:
+    """The judge is no more lenient than where it catches bad versions: every figure against the baseline, the target of
+    failures, the same probability of a false alarm, samples as small; one step fewer makes each bound tighter. Times
+    have no target: what a busy machine makes of them is no fault of the version, and the baseline runs on the same."""
+    held = BAD["errors"][1]
+    config = dataclasses.replace(echo_config(max_num_seqs=64), redis_url=redis_server.url)
+    began, ended = time.monotonic(), list[Rollout]()
+    async with contextlib.AsyncExitStack() as stack:
+        running = running_services(redis_server.url, tmp_path, worker_config=config, model=scripted_echo(config, GOOD))
+        services = await stack.enter_async_context(running)
+        requests, before = services.gateway.back.parts.table.requests, services.worker
+        async with streaming(services.client) as seen:
+            for number in range(2, GOOD_VERSIONS + 2):
+                old, new = Target("echo", str(number - 1)), Target("echo", str(number))
+                worker = await start_version(config, services, new.version)
+                stack.push_async_callback(worker.stop)
+                routes = await begin_rollout(redis_client, new=new, old=old, percents=(5, 25, 100), bake_s=3, **held)
+                ended.append(rollout := await judged(routes))
+                told = f"{rollout.state.name} after {len(seen)} answers and {time.monotonic() - began:.0f} s"
+                print(f"{new}: {told}: {rollout.reason}")
+                assert rollout.state is RolloutState.PROMOTED, rollout.reason
+                await until(lambda v=old.version: all(r.facts.entry.model.version != v for r in requests()))
+                await before.stop()
+                before = worker
+
+    assert len(ended) == GOOD_VERSIONS
+    assert [t for t in seen if t.ending != "completed" or len(t.token_ids) != TOKENS] == []
+    assert {t.version for t in seen} == {str(number) for number in range(1, GOOD_VERSIONS + 2)}
