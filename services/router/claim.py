@@ -20,7 +20,7 @@ from services.common.errors import StoreUnavailable
 from services.common.telemetry import context_from, tracer
 from services.router.disaggregation import Disaggregation
 from services.router.dispatcher import Dispatcher, HeldClaim, Outcome
-from services.router.endpoint import VIEW_LAG_S, Needs
+from services.router.endpoint import VIEW_LAG_S, Endpoint, Needs
 from services.router.filters import only_prefills
 from services.router.policy import RoutingPolicy
 from services.router.redirect import Redirect
@@ -34,6 +34,8 @@ IDLE_PERIOD_S = 1.0
 # A queue that a claim has emptied is looked at again after this time, for claims that others let expire.
 EMPTY_PERIOD_S = 0.5
 HELD_PERIOD_S = 0.1
+# With so many to place at once, messages are what a request costs: some may share one.
+COMPANY_FROM = 8
 RENEW_PERIOD_S = CLAIM_LEASE_MS / 1000 / 3
 _BELL_TIMEOUT_MS = 1_000
 
@@ -212,10 +214,12 @@ class ClaimLoop:
         """Start a submit for every waiting claim that some worker has room for, the longest held first."""
         now = self._clock.monotonic()
         waiting, self._waiting = sorted(self._waiting, key=lambda held: held.since), []
+        company: Endpoint | None = None
         for held in waiting:
             roster = self._registry.roster(held.pool)
-            endpoint = self._policy.choose(held.needs, roster, now, excluded=held.avoided(now))
+            endpoint = self._policy.choose(held.needs, roster, now, excluded=held.avoided(now), company=company)
             if endpoint is not None:
+                company = endpoint if len(waiting) >= COMPANY_FROM else None
                 held.placing = self._disaggregation.decide(held.needs, endpoint, roster, now)
                 self._policy.placed(held.needs, endpoint, now, held.placing)
                 self._submits.add(held)

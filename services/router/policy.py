@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import operator
 import random
 from collections.abc import Callable, Collection, Sequence
@@ -36,8 +37,17 @@ class RoutingPolicy:
         self._rng = rng
         self._index = index if index is not None else PrefixIndex()
 
-    def choose(self, needs: Needs, roster: Roster, now: float, *, excluded: Collection[str] = ()) -> Endpoint | None:
-        """The best endpoint that has room now, or None."""
+    def choose(
+        self,
+        needs: Needs,
+        roster: Roster,
+        now: float,
+        *,
+        excluded: Collection[str] = (),
+        company: Endpoint | None = None,
+    ) -> Endpoint | None:
+        """The best endpoint that has room now, or None. `company` is one that is about to get a message anyway: of
+        those that are as good as the best it is the one to take."""
         roster.refresh(now)
 
         looked_at: dict[Endpoint, bool] = {}
@@ -59,7 +69,11 @@ class RoutingPolicy:
         held = next(((value, e) for value, e in holders if able(e)), None)
         free = next(((-minus, e) for minus, _, e in order if able(e)), None)
         best = max((each for each in (held, free) if each is not None), key=operator.itemgetter(0), default=None)
-        return self._draw(best, holders, order, able) if best is not None else None
+        if best is None:
+            return None
+        if company is not None and _score(company, holders, roster) >= best[0] - TIE and able(company):
+            return company
+        return self._draw(best, holders, order, able)
 
     def reserve(self, needs: Needs, roster: Roster, now: float, *, excluded: Collection[str] = ()) -> Endpoint | None:
         """The best endpoint whose next room this request may wait for, or None."""
@@ -111,6 +125,13 @@ class RoutingPolicy:
             if len(drawn) == 2:
                 break
         return min(drawn or [best[1]], key=_load)
+
+
+def _score(endpoint: Endpoint, holders: Sequence[_Scored], roster: Roster) -> float:
+    rank = roster.rank(endpoint.instance)
+    if rank is None:
+        return -math.inf
+    return next((value for value, holder in holders if holder is endpoint), -rank[0])
 
 
 def _load(endpoint: Endpoint) -> tuple[int, int]:

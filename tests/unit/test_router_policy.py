@@ -258,3 +258,30 @@ def test_suspects_run_one_a_worker_where_the_fewest_run_and_others_beside_them()
     assert policy.choose(suspects[2], Roster(endpoints), 0.0) is None
     assert policy.choose(needs("fresh"), Roster(endpoints), 0.0) is not None
     assert policy.choose(needs("once", lost=("a",)), Roster([taken]), 0.0) is taken
+
+
+def test_requests_placed_together_share_workers_as_far_as_their_scores_are_alike() -> None:
+    view = make_view(slots=256, blocks=10_000)
+    roster = Roster(make_endpoint(f"worker-{i}", view=view) for i in range(64))
+    policy = RoutingPolicy(random.Random(1))
+    company: Endpoint | None = None
+
+    for number in range(64):
+        asked = needs(f"r{number}", prompt=256)
+        company = policy.choose(asked, roster, 0.0, company=company)
+        assert company is not None
+        policy.placed(asked, company, 0.0)
+
+    assert sorted({endpoint.load for endpoint in roster.endpoints}) == [0, 2]
+
+
+def test_company_is_not_sought_where_it_is_less_free_full_or_of_another_version() -> None:
+    policy = RoutingPolicy(random.Random(1))
+    free = make_endpoint("free", view=make_view(slots=256, blocks=10_000))
+    busy = make_endpoint("busy", view=make_view(slots=256, blocks=10_000, backlog=500))
+    full = make_endpoint("full", view=make_view(slots=0))
+    other = make_endpoint("other", view=make_view(slots=256, blocks=10_000, version="2"))
+    roster = Roster([free, busy, full, other])
+
+    for company in (busy, full, other):
+        assert policy.choose(needs(), roster, 0.0, company=company) is free
