@@ -1,11 +1,12 @@
 """One router process: requests a second from the queue to a worker's acceptance and recorded ownership, and its growth.
 
-Three parts. `throughput`: real Redis, a router of its own process, workers in this one that take every Submit at once
-and show it within 5 ms. The queue is full before the workers show room; the time is that until no request is without an
-owner. Router, Redis and workers share the machine: their processor time a request, in microseconds, says which of them
-it went to. `idle`: an idle stack of the echo model with all services in this process; the time from the last byte of a
-body handed to the gateway's connection until a worker has accepted the request, one request after the other. `frames`:
-see `worker_frames`. Prints tables, writes `benchmarks/results/router.json` and `.md`. Never run by tests.
+Three parts. `throughput`: real Redis, a router of its own process, workers in this one that take every Submit at once,
+end it 50 ms later and tell of their room as workers do. The queue is full before the workers show room; the time is
+that until no request is without an owner. Router, Redis and workers share the machine: their processor time a request,
+in microseconds, says which of them it went to. `idle`: an idle stack of the echo model with all services in this
+process; the time from the last byte of a body handed to the gateway's connection until a worker has accepted the
+request, one request after the other. `frames`: see `worker_frames`. Prints tables, writes
+`benchmarks/results/router.json` and `.md`. Never run by tests.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from benchmarks.results import RESULTS, cpu_ms, save
 from benchmarks.worker_frames import GATEWAYS, frames
 from services.common.admission_store import AdmissionStore
 from services.common.admission_types import PoolCaps, Queued
+from services.common.clock import SystemClock
 from services.common.redis_client import connect
 from services.common.telemetry import setup_telemetry
+from services.worker.view_feed import ViewFeed
 from tests.helpers.admission import POOL, make_entry
 from tests.helpers.fake_worker import FakeWorker
 from tests.helpers.four_services import KEY, four_services
@@ -48,7 +51,7 @@ TENANTS = (1, 100, 10_000)
 WORKERS = (1, 16, 256)
 PROMPT_TOKENS = 256
 SLOTS = 256
-SHOWN_AFTER_S = 0.005
+RUNS_S = 0.05
 REGISTER_PERIOD_S = 1.5
 ENQUEUE_TOGETHER = 64
 # Enough that the streams, which are opened at a worker's first submit, are not what is measured.
@@ -80,39 +83,54 @@ class Idle:
 
 
 class EagerWorker(FakeWorker):
-    """Takes every request and ends it at once; no room until `slots` says so."""
+    """Takes every request and ends it soon; tells its room as a worker does. No room until `open`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"worker-{number}", slots=0)
         self.watched = asyncio.Event()
+        self.views = ViewFeed(self.numbered_view, SystemClock())
         self.taken = 0
-        self._showing = False
+
+    def open(self) -> None:
+        """From here on there is room."""
+        self.slots = SLOTS
+        self.views.press()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_service_pb2.WatchResponse]:
-        """Say that a router listens, then as ever."""
+        """Say that a router listens, then views."""
         self.watched.set()
-        async for view in super().Watch(request, context):
+        async for view in self.views.watch(request.router_instance):
             yield view
 
-    async def Submit(
-        self, request: worker_service_pb2.SubmitRequest, context: Any
-    ) -> worker_service_pb2.SubmitResponse:
-        """Accept; the next view comes with those of its neighbours."""
+    async def SubmitStream(
+        self, request_iterator: AsyncIterator[worker_service_pb2.SubmitStreamRequest], context: Any
+    ) -> AsyncIterator[worker_service_pb2.SubmitStreamResponse]:
+        """Accept."""
+        async for message in request_iterator:
+            responses = [self._take(request) for request in message.requests]
+            self.views.note()
+            asyncio.get_running_loop().call_later(RUNS_S, self._end, [one.request_id for one in responses])
+            view = self.views.answer(
+                message.requests[0].router_instance, message.view_patience.ToTimedelta().total_seconds()
+            )
+            yield worker_service_pb2.SubmitStreamResponse(responses=responses, view=view)
+
+    def _take(self, request: worker_service_pb2.SubmitRequest) -> worker_service_pb2.SubmitResponse:
         self.taken += 1
-        if not self._showing:
-            self._showing = True
-            asyncio.get_running_loop().call_later(SHOWN_AFTER_S, self._show)
+        request_id = request.entry.request_id
+        self.running[request_id] = 1
         return worker_service_pb2.SubmitResponse(
-            request_id=request.entry.request_id,
+            request_id=request_id,
             epoch=request.epoch,
             worker_instance=self.instance,
             accepted=True,
-            watch_sequence=self.sequence,
+            watch_sequence=self.views.sequence,
         )
 
-    def _show(self) -> None:
-        self._showing = False
-        self.change()
+    def _end(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
+        self.views.note()
 
 
 @contextlib.contextmanager
@@ -183,8 +201,7 @@ async def throughput(redis: RedisProcess, *, tenants: int, workers: int, request
                     await asyncio.gather(*(worker.watched.wait() for worker in served))
                 began, before = time.perf_counter(), _cpu_us(pid, redis)
                 for worker in served:
-                    worker.slots = SLOTS
-                    worker.change()
+                    worker.open()
                 await until(lambda: is_empty(store), every_s=LOOK_PERIOD_S)
                 spent, after = time.perf_counter() - began, _cpu_us(pid, redis)
         taken = sum(worker.taken for worker in served)

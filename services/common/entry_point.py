@@ -17,8 +17,6 @@ from services.common import lifecycle
 from services.common.config import ConfigError, describe, env_name, load
 from services.common.telemetry import setup_telemetry
 
-_GC_THRESHOLDS = 20_000, 20, 20
-
 
 class ServiceConfig(Protocol):
     """Settings that every service has."""
@@ -62,7 +60,7 @@ async def serve(room: str, config: ConfigT, build: Build[ConfigT], stop: asyncio
         gc.collect()
         gc.freeze()
         # A request's objects go with it by their counts; a search for cycles each 700 was a tenth of a busy loop.
-        gc.set_threshold(*_GC_THRESHOLDS)
+        gc.set_threshold(20_000, 20, 20)
         try:
             await stop.wait()
             await app.drain(config.drain_grace_s)

@@ -178,7 +178,9 @@ class Endpoint:
         return self._failures > 0
 
     def observe(self, view: View, now: float) -> None:
-        """Take a Watch message."""
+        """Take a view; one that was made before the last one came late by another way, and says nothing."""
+        if self.view is not None and view.sequence < self.view.sequence:
+            return
         self.view = view
         self.seen_at = now
         self._full_since = None

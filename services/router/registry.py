@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import grpc
@@ -28,6 +29,8 @@ from services.router.roster import Roster
 from services.router.submit_link import SubmitLink
 
 DISCOVERY_PERIOD_S = 1.0
+# Views of workers with plenty of room that this router wants to hear at most, those with answers aside.
+VIEWS_PER_S = 500
 _FIRST_BACKOFF_S = 0.1
 _LONGEST_BACKOFF_S = 2.0
 _NOBODY = Roster()
@@ -42,7 +45,7 @@ class _Link:
 
 
 class EndpointRegistry:
-    """The workers this router may use. `on_change` is called after each Watch message and each change of the set."""
+    """The workers this router may use. `on_change` is called after each view and each change of the set."""
 
     def __init__(
         self,
@@ -107,7 +110,12 @@ class EndpointRegistry:
         channel = self._dial(record.address)
         stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         endpoint = Endpoint(record)
-        submits = SubmitLink(channel, self._clock)
+        submits = SubmitLink(
+            channel,
+            self._clock,
+            on_view=functools.partial(self._seen, endpoint),
+            view_patience_s=lambda: len(self._links) / VIEWS_PER_S,
+        )
         cache = CacheWatch(record.instance, stub, self.prefixes, self._clock, router_instance=self._router_instance)
         tasks = (
             asyncio.create_task(self._watch(endpoint, stub), name=f"watch-{record.instance}"),
@@ -130,6 +138,10 @@ class EndpointRegistry:
         structlog.get_logger().info("worker_gone", worker=instance)
         self._on_change()
 
+    def _seen(self, endpoint: Endpoint, message: worker_service_pb2.WatchResponse) -> None:
+        endpoint.observe(View.of(message), self._clock.monotonic())
+        self._on_change()
+
     async def _watch(self, endpoint: Endpoint, stub: worker_service_pb2_grpc.WorkerServiceAsyncStub) -> None:
         """Read views for ever; a broken stream is opened again. Ends when the address is another worker's by now."""
         backoff = _FIRST_BACKOFF_S
@@ -139,9 +151,8 @@ class EndpointRegistry:
                 async for message in stub.Watch(request):
                     if message.worker_instance != endpoint.instance:
                         return
-                    endpoint.observe(View.of(message), self._clock.monotonic())
+                    self._seen(endpoint, message)
                     backoff = _FIRST_BACKOFF_S
-                    self._on_change()
             except grpc.aio.AioRpcError as error:
                 structlog.get_logger().info("watch_broken", worker=endpoint.instance, code=error.code().name)
             # What a broken stream last said is not the present: a dead worker's room must not be filled.

@@ -3,7 +3,8 @@
 Each submit is answered once, by the worker or by a status code: a stream that breaks, or on which the worker says
 nothing for `SUBMIT_TIMEOUT_S`, answers all that are open with its code. A worker that knows no such stream, and a
 request that would hold up others by its size, take the unary call. An entry goes on as the bytes that it came in: it is
-most of a message, and copying it into one would be most of the work. Owned by the registry, used by the dispatcher.
+most of a message, and copying it into one would be most of the work. An answer may bring the worker's view. Owned by
+the registry, used by the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ class _Open:
 class SubmitLink:
     """One worker's submits."""
 
-    def __init__(self, channel: grpc.aio.Channel, clock: Clock) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        clock: Clock,
+        *,
+        on_view: Callable[[worker_service_pb2.WatchResponse], None] = lambda view: None,
+        view_patience_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`on_view` is told views that come with answers, after these; `view_patience_s()` is how late the worker may
+        tell by Watch of a change that leaves plenty of room."""
         self._stub: worker_service_pb2_grpc.WorkerServiceAsyncStub = worker_service_pb2_grpc.WorkerServiceStub(channel)
         # Like the stub's, but for messages that are bytes already.
         self._open_stream: Any = channel.stream_stream(
@@ -50,6 +60,8 @@ class SubmitLink:
             response_deserializer=worker_service_pb2.SubmitStreamResponse.FromString,
         )
         self._clock = clock
+        self._on_view = on_view
+        self._view_patience_s = view_patience_s
         self._unsent: list[bytes] = []
         # By request and epoch, the oldest first.
         self._open: dict[tuple[str, int], _Open] = {}
@@ -111,6 +123,8 @@ class SubmitLink:
                     one = self._open.pop((response.request_id, response.epoch), None)
                     if one is not None:
                         _tell(one, response)
+                if message.HasField("view"):
+                    asyncio.get_running_loop().call_soon(self._on_view, message.view)
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -118,8 +132,10 @@ class SubmitLink:
             batch, self._unsent = self._unsent[:BATCH], self._unsent[BATCH:]
             if not self._unsent:
                 self._wanted.clear()
+            head = worker_service_pb2.SubmitStreamRequest()
+            head.view_patience.FromMilliseconds(round(self._view_patience_s() * 1000))
             try:
-                await call.write(b"".join([_field(_REQUESTS, request) for request in batch]))
+                await call.write(head.SerializeToString() + b"".join([_field(_REQUESTS, one) for one in batch]))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return
 

@@ -75,6 +75,8 @@ class LoopReport:
     cache: list[KVEvents] = dataclasses.field(default_factory=list)
     costs: list[ChoiceCost] = dataclasses.field(default_factory=list)
     kv: KVReport = dataclasses.field(default_factory=KVReport)
+    # Prompt tokens of all requests that the engine took since the start: `stats` count those.
+    taken_token_total: int = 0
 
     def with_later(self, report: LoopReport) -> LoopReport:
         """Both in one; takes over the lists of this one."""
@@ -84,7 +86,12 @@ class LoopReport:
         self.cache.extend(report.cache)
         self.costs.extend(report.costs)
         self.kv.extend(report.kv)
-        return dataclasses.replace(self, stats=report.stats or self.stats, failed=self.failed or report.failed)
+        return dataclasses.replace(
+            self,
+            stats=report.stats or self.stats,
+            failed=self.failed or report.failed,
+            taken_token_total=report.taken_token_total,
+        )
 
 
 class EngineLoop:
@@ -104,6 +111,7 @@ class EngineLoop:
         self._checked = True
         self._beat_at = clock.monotonic()
         self._mean_step_s = 0.0
+        self._submitted_tokens = self._taken_tokens = self._told_tokens = 0
         self._cache_told_at = -math.inf
         self._time = TimeAccount(clock.monotonic())
         self._pending: LoopReport | None = None
@@ -126,6 +134,7 @@ class EngineLoop:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; a later refusal of the engine comes back as a Rejection."""
+        self._submitted_tokens += len(request.prompt_token_ids)
         self._put([request])
 
     def abort(self, aborts: Iterable[Abort]) -> None:
@@ -149,6 +158,11 @@ class EngineLoop:
     def failed(self) -> bool:
         """The engine broke as a whole; it runs nothing again."""
         return self._failed
+
+    @property
+    def untold_token_count(self) -> int:
+        """Prompt tokens that were submitted and that the stats of the last report do not count."""
+        return self._submitted_tokens - self._told_tokens
 
     def beat_age(self) -> float:
         """Seconds since the last step or idle tick."""
@@ -213,11 +227,12 @@ class EngineLoop:
                 cache = self._cache_changes(self._beat_at)
                 moves = self._moves.collect()
                 if commands or outputs or taken or cache or moves:
-                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache, costs, moves))
+                    total = self._taken_tokens
+                    self._report(LoopReport(outputs, rejections, stats, taken, False, cache, costs, moves, total))
         except Exception as error:
             structlog.get_logger().error("engine_failed", error=type(error).__name__, exc_info=error)
             self._failed = True
-            report = LoopReport([], [], None, [], True)
+            report = LoopReport([], [], None, [], True, taken_token_total=self._taken_tokens)
             with contextlib.suppress(Exception):
                 engine.fail_all("the engine failed")
                 report.costs.extend(engine.take_costs(0.0))
@@ -253,6 +268,7 @@ class EngineLoop:
         if not isinstance(command, EngineRequest):
             self._moves.obey(command)
             return None
+        self._taken_tokens += len(command.prompt_token_ids)
         try:
             self._engine.add_request(command, now=now)
         except NeverFitsError as error:
@@ -300,6 +316,7 @@ class EngineLoop:
             self._wake_up_sent = False
         if report is None:
             return
+        self._told_tokens = report.taken_token_total
         self._answer_canaries(report)
         self._on_report(report)
 

@@ -5,9 +5,8 @@ Owns the last known engine counts and the draining and ready marks. Decides noth
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import structlog
 from millrace.common.v1 import common_pb2
@@ -25,12 +24,14 @@ from services.worker.engine.outputs import EngineStats
 from services.worker.engine_loop import EngineLoop
 from services.worker.prefill_rate import PrefillRate
 from services.worker.requests import RequestTable
+from services.worker.view_feed import ViewFeed
 
-WATCH_PERIOD_S = 1.0
-WATCH_COALESCE_S = 0.005
 LEASE_S = 5.0
 # Block counts change each step; only a change of this part of the pool is worth a message of its own.
 _BLOCK_STEPS = 32
+# With so many slots and this part of the blocks free, no router waits to hear of more: it claims 32 requests at once.
+_PLENTY_SLOTS = 32
+_PLENTY_BLOCKS = 0.5
 _ROLES: dict[WorkerRole, common_pb2.WorkerRole.ValueType] = {
     WorkerRole.AGGREGATED: common_pb2.WORKER_ROLE_AGGREGATED,
     WorkerRole.PREFILL: common_pb2.WORKER_ROLE_PREFILL,
@@ -63,12 +64,11 @@ class LoadBoard:
         self._metrics = metrics
         self._table = table
         self._engine = engine
-        self._clock = clock
         self._stats: EngineStats | None = None
         self._prefill_rate = PrefillRate()
-        self._changed = asyncio.Event()
         self._shown: tuple[object, ...] = ()
-        self._sequence = 0
+        self._shown_tight = True
+        self.views = ViewFeed(self._message, clock)
         self.cache = CacheBoard(identity.instance)
         self.draining = False
         # Prompts being computed for peers, and how fast blocks of peers come, in bytes a second.
@@ -85,11 +85,6 @@ class LoadBoard:
     def stats(self) -> EngineStats | None:
         """Engine counts of the newest report."""
         return self._stats
-
-    @property
-    def sequence(self) -> int:
-        """Number of the last Watch message that was made."""
-        return self._sequence
 
     def free_slots(self) -> int:
         """Choices that the batch still has room for."""
@@ -110,26 +105,25 @@ class LoadBoard:
     def touch(self) -> None:
         """Something may have changed: wake the watchers if it is worth a message."""
         step = max(1, self._identity.block_count // _BLOCK_STEPS)
-        shown = (
-            self.free_slots(),
-            self.free_blocks() // step,
-            self._table.attached_gateways(),
-            self.draining,
-            self.ready,
-            self.prefill_count,
-        )
-        if shown != self._shown:
-            self._shown = shown
-            self._changed.set()
-            self._changed = asyncio.Event()
+        slots, blocks = self.free_slots(), self.free_blocks()
+        state = self._table.attached_gateways(), self.draining, self.ready, self.prefill_count
+        shown = (slots, blocks // step, *state)
+        if shown == self._shown:
+            return
+        before, self._shown = self._shown, shown
+        was_tight = self._shown_tight
+        self._shown_tight = slots < _PLENTY_SLOTS or blocks < _PLENTY_BLOCKS * self._identity.block_count
+        if was_tight or self._shown_tight or before[2:] != state:
+            self.views.press()
+        else:
+            self.views.note()
 
-    def snapshot(self) -> worker_service_pb2.WatchResponse:
-        """The present state as one Watch message."""
+    def _message(self, sequence: int) -> worker_service_pb2.WatchResponse:
+        """The present state."""
         identity, stats = self._identity, self._stats
-        self._sequence += 1
         message = worker_service_pb2.WatchResponse(
             worker_instance=identity.instance,
-            sequence=self._sequence,
+            sequence=sequence,
             model=identity.model,
             pool=pool_ref(identity.pool),
             role=_ROLES[identity.role],
@@ -138,7 +132,7 @@ class LoadBoard:
             block_size=identity.block_size,
             running_count=stats.running_count if stats else 0,
             waiting_count=stats.waiting_count if stats else 0,
-            backlog_token_count=stats.backlog_token_count if stats else 0,
+            backlog_token_count=(stats.backlog_token_count if stats else 0) + self._engine.untold_token_count,
             attached_gateways=self._table.attached_gateways(),
             draining=self.draining,
             ready=self.ready,
@@ -154,15 +148,6 @@ class LoadBoard:
         if age is not None:
             message.progress_age.CopyFrom(wire.duration_of(max(0.0, age)))
         return message
-
-    async def watch(self) -> AsyncIterator[worker_service_pb2.WatchResponse]:
-        """Snapshots: one now, then on change (changes within 5 ms share one) and at least each second."""
-        while True:
-            changed = self._changed
-            yield self.snapshot()
-            await self._clock.wait(changed, WATCH_PERIOD_S)
-            if changed.is_set():
-                await self._clock.sleep(WATCH_COALESCE_S)
 
 
 def pool_ref(pool: Pool) -> common_pb2.PoolRef:

@@ -104,7 +104,12 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_service_pb2.SubmitStreamResponse]:
         """The same for many. What fails at one says nothing about the others."""
         async for message in request_iterator:
-            yield worker_service_pb2.SubmitStreamResponse(responses=map(self._submit_apart, message.requests))
+            responses = [self._submit_apart(request) for request in message.requests]
+            view = None
+            if message.HasField("view_patience") and message.requests:
+                router = message.requests[0].router_instance
+                view = self._board.views.answer(router, wire.seconds_of(message.view_patience))
+            yield worker_service_pb2.SubmitStreamResponse(responses=responses, view=view)
 
     def _submit_apart(self, request: worker_service_pb2.SubmitRequest) -> worker_service_pb2.SubmitResponse:
         request_id = request.entry.request_id
@@ -124,7 +129,7 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
             request_id=request.entry.request_id, epoch=request.epoch, worker_instance=self._identity.instance
         )
         try:
-            shown = self._board.sequence
+            shown = self._board.views.sequence
             self._accept(request)
             crash_point("worker.after_accept")
             response.accepted, response.watch_sequence = True, shown
@@ -160,8 +165,8 @@ class WorkerService(worker_service_pb2_grpc.WorkerServiceServicer):
         self, request: worker_service_pb2.WatchRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[worker_service_pb2.WatchResponse]:
         """Room and health, until the router leaves."""
-        async for snapshot in self._board.watch():
-            yield snapshot
+        async for view in self._board.views.watch(request.router_instance):
+            yield view
 
     async def WatchCache(
         self, request: worker_service_pb2.WatchCacheRequest, context: grpc.aio.ServicerContext[object, object]

@@ -84,9 +84,12 @@ class FakeWorker(worker_service_pb2_grpc.WorkerServiceServicer):
 
     def view(self) -> worker_service_pb2.WatchResponse:
         self._sequence += 1
+        return self.numbered_view(self._sequence)
+
+    def numbered_view(self, sequence: int) -> worker_service_pb2.WatchResponse:
         return worker_service_pb2.WatchResponse(
             worker_instance=self.instance,
-            sequence=self._sequence,
+            sequence=sequence,
             model=common_pb2.ModelRef(model="echo", version=self.version),
             pool=common_pb2.PoolRef(model="echo", pool="default"),
             role=common_pb2.WorkerRole.Value(f"WORKER_ROLE_{self.role.upper()}"),

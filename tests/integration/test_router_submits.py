@@ -101,6 +101,38 @@ async def test_requests_that_come_together_travel_together(counting: tuple[Rig, 
     assert rig.accepted() == set(names)
 
 
+async def test_a_view_comes_after_the_answers_that_it_came_with() -> None:
+    class Telling(FakeWorker):
+        """Of a version that shows its room with its answers."""
+
+        async def SubmitStream(self, request_iterator: Any, context: Any) -> Any:
+            async for message in request_iterator:
+                patience_ms = message.view_patience.ToMilliseconds()
+                responses = [await self.Submit(request, context) for request in message.requests]
+                view = self.view()
+                view.backlog_token_count = patience_ms
+                yield worker_service_pb2.SubmitStreamResponse(responses=responses, view=view)
+
+    came: list[str | int] = []
+    worker = Telling("worker-1", slots=10)
+    await worker.start()
+    channel = grpc.aio.insecure_channel(worker.record.address)
+    link = SubmitLink(
+        channel, SystemClock(), on_view=lambda view: came.append(view.backlog_token_count), view_patience_s=lambda: 0.25
+    )
+    task = asyncio.create_task(link.run())
+
+    for name in ("r1", "r2"):
+        head = worker_service_pb2.SubmitRequest(epoch=1, attempt=1)
+        link.send(name, head, make_entry(name).SerializeToString(), lambda answer, name=name: came.append(name))
+    await until(lambda: len(came) == 3)
+
+    assert came == ["r1", "r2", 250]
+    await end_tasks([task])
+    await channel.close()
+    await worker.kill()
+
+
 @pytest.mark.parametrize("prompt", [0, 10, 100, 20_000, 200_000])
 async def test_the_worker_reads_the_entry_beside_the_rest_of_the_request(
     counting: tuple[Rig, Counting], prompt: int

@@ -51,7 +51,7 @@ async def test_a_prompt_prefilled_by_a_peer_gives_the_same_answer() -> None:
         labels = {"transport": "grpc", "outcome": "imported"}
         assert metric(pair.decode, "millrace_transfer_bytes_total", **labels) == 9 * 128
         assert metric(pair.decode, "millrace_transfer_seconds_count", **labels) == 1
-        snapshot = pair.decode.app.parts.board.snapshot()
+        snapshot = pair.decode.app.parts.board.views.view()
         assert snapshot.transfer_rate_byte_count > 0
         assert snapshot.kv_token_byte_count == 8
 
@@ -94,7 +94,7 @@ async def test_blocks_come_while_the_rest_is_computed() -> None:
         await pair.submit(entry("r1", prompt=PROMPT, max_tokens=12))
         await until(lambda: pair.decode_stats().transfer.imported_block_total == 4)
         assert gate.held.is_set()
-        assert pair.prefill.app.parts.board.snapshot().free_slot_count == 31
+        assert pair.prefill.app.parts.board.views.view().free_slot_count == 31
 
         gate.open.set()
         await pair.gateway.finished("r1")

@@ -7,6 +7,7 @@ import hashlib
 
 import grpc
 import pytest
+from google.protobuf import duration_pb2
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
@@ -106,7 +107,38 @@ async def test_what_fails_at_one_of_many_says_nothing_about_the_others(monkeypat
             ("r4", 256, True, pb.SUBMIT_REFUSAL_UNSPECIFIED),
         ]
         assert {each.worker_instance for each in answers} == {rig.app.instance}
-        assert len(rig.app.parts.table.unfinished()) == 0
+        await rig.until(lambda: len(rig.app.parts.table) == 0)
+        await gateway.close()
+    rig.assert_engine_empty()
+
+
+async def test_an_answer_shows_the_room_that_is_left_to_a_router_that_reads_it_there() -> None:
+    gate = Gate()
+    async with running_worker(config=echo_config(max_num_seqs=64), script=FakeScript(before_step=gate)) as rig:
+        gateway = await ready_gateway(rig)
+        watch = gateway.stub.Watch(pb.WatchRequest(router_instance="router-1"), timeout=WAIT_S)
+        before = await watch.read()
+        call = gateway.stub.SubmitStream(timeout=WAIT_S)
+        gate.open.clear()
+        patience = duration_pb2.Duration(nanos=900_000_000)
+
+        # The engine stands in the step of the first: it has not taken the others.
+        await call.write(pb.SubmitStreamRequest(requests=[submit_request(entry("r1"))]))
+        silent = await call.read()
+        await rig.until(gate.held.is_set)
+        requests = [submit_request(entry("r2", prompt=[1] * 40)), submit_request(entry("r3"))]
+        await call.write(pb.SubmitStreamRequest(requests=requests, view_patience=patience))
+        answer = await call.read()
+
+        assert not silent.HasField("view")
+        assert [each.watch_sequence < answer.view.sequence for each in answer.responses] == [True, True]
+        assert (before.free_slot_count, answer.view.free_slot_count, answer.view.in_flight_count) == (64, 61, 3)
+        assert answer.view.backlog_token_count >= 40 + len(entry("r3").token_ids)
+        gate.open.set()
+        await call.done_writing()
+        await gateway.finished("r1", "r2", "r3")
+        await rig.until(lambda: len(rig.app.parts.table) == 0)
+        watch.cancel()
         await gateway.close()
     rig.assert_engine_empty()
 

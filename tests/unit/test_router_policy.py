@@ -118,6 +118,17 @@ def test_a_view_from_before_the_request_was_taken_does_not_show_it_however_late_
     assert endpoint.free(1.0 + 20 * VIEW_LAG_S)[0] == 1
 
 
+def test_a_view_that_comes_late_by_another_way_changes_nothing() -> None:
+    endpoint = make_endpoint(view=make_view(slots=5, sequence=7), now=1.0)
+
+    endpoint.observe(make_view(slots=9, sequence=6), 2.0)
+
+    assert (endpoint.free(2.0)[0], endpoint.seen_at) == (5, 1.0)
+    endpoint.unseen()
+    endpoint.observe(make_view(slots=9, sequence=6), 3.0)
+    assert endpoint.free(3.0)[0] == 9
+
+
 def test_a_refusal_gives_the_room_back_and_a_full_worker_is_asked_again_after_its_next_view() -> None:
     endpoint = make_endpoint(view=make_view(slots=2))
     endpoint.debit(needs("r1"))

@@ -34,6 +34,7 @@ class ScriptedEngine:
         self.submitted: list[EngineRequest] = []
         self.aborted: list[Abort] = []
         self.is_healthy = True
+        self.untold_token_count = 0
 
     def check(self, request: EngineRequest) -> None:
         pass
@@ -309,7 +310,7 @@ async def test_watchers_hear_of_a_change_within_five_milliseconds_and_of_silence
     heard: list[pb.WatchResponse] = []
 
     async def listen() -> None:
-        async for snapshot in bench.board.watch():
+        async for snapshot in bench.board.views.watch("router-1"):
             heard.append(snapshot)
 
     listener = asyncio.create_task(listen())

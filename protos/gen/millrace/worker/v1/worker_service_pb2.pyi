@@ -332,16 +332,24 @@ class SubmitStreamRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    VIEW_PATIENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitRequest]: ...
+    @_builtins.property
+    def view_patience(self) -> _duration_pb2.Duration:
+        """Present: the router reads views in answers too, and its Watch may be told this late of a change that leaves plenty
+        of room.
+        """
+
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___SubmitRequest] | None = ...,
+        view_patience: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["view_patience", b"view_patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests", "view_patience", b"view_patience"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -352,16 +360,22 @@ class SubmitStreamResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESPONSES_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitResponse]: ...
+    @_builtins.property
+    def view(self) -> Global___WatchResponse:
+        """Made after `responses`, for a router that reads it here: its Watch does not repeat it."""
+
     def __init__(
         self,
         *,
         responses: _abc.Iterable[Global___SubmitResponse] | None = ...,
+        view: Global___WatchResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

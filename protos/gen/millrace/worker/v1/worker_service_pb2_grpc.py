@@ -121,7 +121,7 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Room and health, on change within 5 ms and at least each second.
+        """Room and health, on change within 5 ms and at least each second; see also SubmitStreamRequest.view_patience.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,7 @@ class WorkerServiceStub:
     Attach: _grpc.StreamStreamMultiCallable[_worker_service_pb2.AttachRequest, _worker_service_pb2.AttachResponse]
     """One stream per gateway-worker pair, dialled by the gateway: tokens one way, acks and cancels the other."""
     Watch: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WatchRequest, _worker_service_pb2.WatchResponse]
-    """Room and health, on change within 5 ms and at least each second."""
+    """Room and health, on change within 5 ms and at least each second; see also SubmitStreamRequest.view_patience."""
     WatchCache: _grpc.UnaryStreamMultiCallable[_worker_service_pb2.WatchCacheRequest, _worker_service_pb2.WatchCacheResponse]
     """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_service_pb2.DrainRequest, _worker_service_pb2.DrainResponse]
@@ -70,7 +70,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Attach: _aio.StreamStreamMultiCallable[_worker_service_pb2.AttachRequest, _worker_service_pb2.AttachResponse]  # type: ignore[assignment]
     """One stream per gateway-worker pair, dialled by the gateway: tokens one way, acks and cancels the other."""
     Watch: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WatchRequest, _worker_service_pb2.WatchResponse]  # type: ignore[assignment]
-    """Room and health, on change within 5 ms and at least each second."""
+    """Room and health, on change within 5 ms and at least each second; see also SubmitStreamRequest.view_patience."""
     WatchCache: _aio.UnaryStreamMultiCallable[_worker_service_pb2.WatchCacheRequest, _worker_service_pb2.WatchCacheResponse]  # type: ignore[assignment]
     """Which prompt blocks are cached: all at first, then what changed, in batches of at least 100 ms."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_service_pb2.DrainRequest, _worker_service_pb2.DrainResponse]  # type: ignore[assignment]
@@ -129,7 +129,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_service_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_service_pb2.WatchResponse], _abc.AsyncIterator[_worker_service_pb2.WatchResponse]]:
-        """Room and health, on change within 5 ms and at least each second."""
+        """Room and health, on change within 5 ms and at least each second; see also SubmitStreamRequest.view_patience."""
 
     @_abc_1.abstractmethod
     def WatchCache(
