@@ -31,8 +31,10 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # A writer may ask it whether the client is still there: writes to a closing transport are dropped in silence.
+        # A writer may ask whether the client is still there, for writes to a closing transport are dropped in silence,
+        # and whether a write would wait.
         self.scope["state"]["transport"] = self.transport
+        self.scope["state"]["flow"] = self.flow
 
     @property
     def rests(self) -> bool:

@@ -22,8 +22,9 @@ from services.common.metrics import Metrics
 from services.common.telemetry import traceparent_of, tracer
 from services.gateway.entries import AdmissionSettings, EntryMaker
 from services.gateway.generation import RequestLimits, ValidRequest
-from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
+from services.gateway.live_requests import LiveRequest, LiveTable
 from services.gateway.metering import ClientLabels
+from services.gateway.request_facts import RequestFacts
 from services.gateway.request_metrics import RequestMeter, label_of
 from services.gateway.requests import RequestCore
 from services.gateway.reservations import first_lease, has_budget, refused, reservation

@@ -118,6 +118,10 @@ class AnswerLog:
         self._mark()
         self._wake()
 
+    def write_now(self, frames: Sequence[bytes], on_delivered: Callable[[], None]) -> bool:
+        """Never: it may have to wait for room."""
+        return False
+
     async def ping(self) -> None:
         """Clients are pinged by who writes to them."""
 

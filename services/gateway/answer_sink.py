@@ -37,6 +37,10 @@ class Sink(Protocol):
         """
         ...
 
+    def write_now(self, frames: Sequence[bytes], on_delivered: Callable[[], None]) -> bool:
+        """As `write` where that need not wait; False: nothing was written."""
+        ...
+
     async def ping(self) -> None:
         """Let a waiting client hear something."""
         ...
@@ -51,10 +55,11 @@ class Sink(Protocol):
 
 
 class ClientSink:
-    """The one client, over ASGI."""
+    """The one client, over ASGI. `is_open_now` says whether a write to its connection would return at once."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, is_open_now: Callable[[], bool] = lambda: False) -> None:
         self._send = send
+        self._is_open_now = is_open_now
 
     async def start(self, status: int, headers: Headers) -> None:
         """Write the head."""
@@ -73,6 +78,17 @@ class ClientSink:
         if on_delivered is not None:
             on_delivered()
 
+    def write_now(self, frames: Sequence[bytes], on_delivered: Callable[[], None]) -> bool:
+        """Write without a task; False where the transport is full or gone, also where it breaks under the write."""
+        if frames:
+            if not self._is_open_now():
+                return False
+            message = {"type": "http.response.body", "body": b"".join(frames), "more_body": True}
+            if not _ran_through(self._send(message)):
+                return False
+        on_delivered()
+        return True
+
     async def ping(self) -> None:
         """An SSE comment."""
         await self.write([PING])
@@ -82,6 +98,26 @@ class ClientSink:
 
     async def flushed(self) -> None:
         """Every write was delivered."""
+
+
+def _ran_through(sending: Awaitable[None]) -> bool:
+    """Run what is expected not to wait; what would wait nevertheless, for a client that left, is given up."""
+    steps = sending.__await__()
+    try:
+        next(steps)
+    except StopIteration:
+        return True
+    steps.close()
+    return False
+
+
+def open_now(scope: Scope) -> Callable[[], bool]:
+    """Whether a write to the client of a request would go to its connection at once; never, where that is not known."""
+    state = scope.get("state", {})
+    transport, flow = state.get("transport"), state.get("flow")
+    if transport is None or flow is None:
+        return lambda: False
+    return lambda: not flow.write_paused and not transport.is_closing()
 
 
 def while_open(scope: Scope, send: Send) -> Send:

@@ -21,7 +21,7 @@ from services.gateway.answer_sink import STATUS_HELD_S, Headers, Sink, pinging
 from services.gateway.generation import Generation
 from services.gateway.http_errors import as_millrace, error_body, error_headers
 from services.gateway.openai_answer import Json, Shape, Usage
-from services.gateway.text_stream import TextDelta, text_deltas
+from services.gateway.text_stream import TextDelta, TextStream, text_deltas
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,6 +72,10 @@ class Answering:
         self._headers = headers
         self._started = False
         self._all_finishes_written = False
+        self._opened: set[int] = set()
+        # What came where a frame was read: an error, and what the client did not take at once.
+        self._failed: Exception | None = None
+        self._late: tuple[list[bytes], Callable[[], None]] | None = None
         self._reasons: dict[int, common_pb2.FinishReason.ValueType] = {}
         self._usage = Usage(0, [0] * generation.request.sampling.choice_count)
 
@@ -122,24 +126,55 @@ class Answering:
         await self._sink.write([body], delivered, more=False)
 
     async def _stream(self, include_usage: bool, continuous_usage: bool) -> None:
-        opened: set[int] = set()
+        texts = TextStream(self._generation)
         blank: Json = {"usage": None} if include_usage else {}
-        deltas = text_deltas(self._generation)
-        async with pinging(self._ping, STATUS_HELD_S) as heard, contextlib.aclosing(deltas):
-            async for delta in deltas:
-                heard()
-                await self._start(200, _STREAM_HEADERS)
-                self._count(delta)
-                chunks = [] if delta.choice in opened else self._shape.opening(delta.choice)
-                opened.add(delta.choice)
-                chunks += self._shape.chunks(delta)
-                extra: Json = {"usage": self._usage.as_json()} if continuous_usage else blank
-                await self._sink.write(
-                    [self._shape.event({**chunk, **extra}) for chunk in chunks], self._delivers(delta)
-                )
+
+        def frames(delta: TextDelta) -> list[bytes]:
+            self._count(delta)
+            extra: Json = {"usage": self._usage.as_json()} if continuous_usage else blank
+            return [self._shape.event({**chunk, **extra}) for chunk in self._chunks(delta)]
+
+        async with pinging(self._ping, STATUS_HELD_S) as heard:
+
+            def write_what_came() -> bool:
+                """Called where a frame of the worker is read: tokens that the client takes at once wake no task."""
+                try:
+                    while self._started and (delta := texts.take()) is not None:
+                        heard()
+                        made, delivered = frames(delta), self._delivers(delta)
+                        if not self._sink.write_now(made, delivered):
+                            self._late = made, delivered
+                            return False
+                except Exception as error:
+                    self._failed = error
+                    return False
+                return self._started and not texts.over
+
+            while not texts.over:
+                delta = texts.take()
+                if delta is not None:
+                    heard()
+                    await self._start(200, _STREAM_HEADERS)
+                    await self._sink.write(frames(delta), self._delivers(delta))
+                elif not texts.over:
+                    await self._generation.more(write_what_came)
+                    await self._write_late()
         closing = self._shape.closing(self._usage, include_usage=include_usage)
         tail = [*(self._shape.event(chunk) for chunk in closing), self._shape.done]
         await self._sink.write([event for event in tail if event], more=False)
+
+    async def _write_late(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._late is not None:
+            (made, delivered), self._late = self._late, None
+            await self._sink.write(made, delivered)
+
+    def _chunks(self, delta: TextDelta) -> list[Json]:
+        if delta.choice in self._opened:
+            return self._shape.chunks(delta)
+        self._opened.add(delta.choice)
+        return [*self._shape.opening(delta.choice), *self._shape.chunks(delta)]
 
     async def _ping(self) -> None:
         await self._start(200, _STREAM_HEADERS)

@@ -15,7 +15,7 @@ from millrace.common.v1 import common_pb2
 from services.common.admission_types import KeyRecord
 from services.common.errors import Cancelled, EngineError, InvalidRequest
 from services.gateway.answering import ending_of
-from services.gateway.generation import Generation, Generator, ValidRequest
+from services.gateway.generation import Generation, Generator, ValidRequest, token_events
 from services.gateway.http_errors import as_millrace
 from services.gateway.request_draft import RequestDraft, SamplingDraft, TextPrompt, TokenPrompt
 from services.gateway.validation import Validator
@@ -90,7 +90,7 @@ class Embedder:
         async with gate:
             generation = await self._generator.start(key, request)
         started.append(generation)
-        async for _ in generation.events():
+        async for _ in token_events(generation):
             pass
         if not generation.embedding:
             raise EngineError("The worker ended the request without an embedding.")

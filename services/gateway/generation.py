@@ -141,10 +141,24 @@ class Generation(Protocol):
         """Little-endian float32 of a request for an embedding, once its events have ended; else empty."""
         ...
 
-    def events(self) -> AsyncIterator[TokenEvent]:
-        """Token events of all choices until each has finished.
+    @property
+    def done(self) -> bool:
+        """Every choice was told its end."""
+        ...
 
-        Raises MillraceError when the request failed (DeadlineExceeded, WorkerLost, EngineError, Cancelled by id …).
+    def pull(self) -> TokenEvent | None:
+        """The next event that is there, None for nothing yet, or no more.
+
+        Raises MillraceError when the request failed (DeadlineExceeded, WorkerLost, EngineError, Cancelled by id …) and
+        what came before is out.
+        """
+        ...
+
+    async def more(self, on_more: Callable[[], bool] | None = None) -> None:
+        """Return once `pull` may have something new. Only for one who pulled all there was and is not done.
+
+        Given `on_more`, it may be called instead where the news comes from, as often as it returns True: its False
+        ends the wait. It must not raise.
         """
         ...
 
@@ -164,6 +178,16 @@ class Generation(Protocol):
     ) -> common_pb2.TokenUsage:
         """End the request: cancel what still runs, outbox → finish → settle. Returns the billed usage. Idempotent."""
         ...
+
+
+async def token_events(generation: Generation) -> AsyncIterator[TokenEvent]:
+    """Token events of all choices until each has finished. Raises what `pull` raises."""
+    while not generation.done:
+        event = generation.pull()
+        if event is not None:
+            yield event
+        elif not generation.done:
+            await generation.more()
 
 
 class Generator(Protocol):

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.admission_types import KeyRecord
 from services.common.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge, Unsupported
-from services.gateway.answer_sink import ClientSink, Sink, while_open
+from services.gateway.answer_sink import ClientSink, Sink, open_now, while_open
 from services.gateway.answering import Answering, until_disconnect
 from services.gateway.come_back import parse_come_back, parse_last_event
 from services.gateway.front_parts import FrontParts
@@ -104,7 +104,7 @@ async def serve(
 
     async def once() -> None:
         await job.validate()
-        await (await job.begin()).write(ClientSink(send))
+        await (await job.begin()).write(ClientSink(send, open_now(scope)))
 
     tenant = scope["state"]["key"].tenant
     await until_disconnect(receive, once() if ask is None else answers.answer(tenant, ask, job, send))

@@ -8,43 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from millrace.common.v1 import admission_pb2, common_pb2
 from millrace.usage.v1 import usage_event_pb2
 from millrace.worker.v1 import worker_service_pb2
-from opentelemetry import trace
 
-from services.common.admission_types import KeyRecord, Pool
 from services.common.clock import Clock
 from services.common.errors import Draining, GatewayLost, Internal, MillraceError
 from services.gateway.generation import ServedModel, TokenEvent, ValidRequest
-from services.gateway.metering import ClientLabels, Counts, Ending, Marks, usage_event
+from services.gateway.metering import Counts, Ending, Marks, usage_event
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_actions import Action, Own, Readmit, Reattach, Rechoose, SendCancel
+from services.gateway.request_facts import RequestFacts
 from services.gateway.request_metrics import RequestMeter
 from services.gateway.requests import RequestCore
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What one request is. `entry` is the first attempt's; `received_at` is monotonic seconds.
-
-    Where its version is withdrawn before its first token, `entry`, `request` and `pool` are replaced, and nothing else.
-    """
-
-    key: KeyRecord
-    pool: Pool
-    entry: admission_pb2.AdmissionEntry
-    request: ValidRequest
-    labels: ClientLabels
-    span: trace.Span
-    received_at: float
-
-    @property
-    def request_id(self) -> str:
-        return self.entry.request_id
 
 
 class Effects(Protocol):
@@ -88,7 +67,8 @@ class LiveRequest:
         self.renewing = False
         # Of a mirrored request: how its answer compares.
         self.shadow: usage_event_pb2.ShadowReport | None = None
-        self.wake = asyncio.Event()
+        self._news = asyncio.Event()
+        self._on_more: Callable[[], bool] | None = None
         self._table = table
         self._worker = ""
         self._epoch = 0
@@ -120,21 +100,38 @@ class LiveRequest:
         """The vector of a request for one, once its events have ended."""
         return self.core.embedding
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
-        """Token events until every choice has ended. Raises what the request failed of, once what came is out."""
-        while True:
-            self.wake.clear()
-            self._table.check_stall()
-            event = self.core.pull()
-            if event is not None:
-                self._table.ask_budget(self)
-                yield event
-            elif self.core.done:
-                return
-            elif self.core.error is not None:
-                raise self.core.error
-            else:
-                await self.wake.wait()
+    @property
+    def done(self) -> bool:
+        """Every choice was told its end."""
+        return self.core.done
+
+    def pull(self) -> TokenEvent | None:
+        """The next event that is there. Raises what the request failed of, once what came is out."""
+        self._table.check_stall()
+        event = self.core.pull()
+        if event is not None:
+            self._table.ask_budget(self)
+        elif self.core.error is not None and not self.core.done:
+            raise self.core.error
+        return event
+
+    async def more(self, on_more: Callable[[], bool] | None = None) -> None:
+        """Return once there may be more to pull and `on_more` does not see to it."""
+        self._news.clear()
+        self._on_more = on_more
+        try:
+            await self._news.wait()
+        finally:
+            self._on_more = None
+
+    def tell(self) -> None:
+        """There may be more to pull."""
+        # What its front does of this may end here again: it looks until it finds nothing.
+        on_more, self._on_more = self._on_more, None
+        if on_more is not None and on_more():
+            self._on_more = on_more
+        else:
+            self._news.set()
 
     def stop_choice(self, choice: int, token_count: int) -> None:
         """The front ended a choice after `token_count` tokens."""
@@ -310,7 +307,7 @@ class LiveTable:
                     self.effects.rechoose(request, action)
                 case Reattach(instance):
                     self.effects.reattach(instance)
-        request.wake.set()
+        request.tell()
 
     def fail(self, request: LiveRequest, error: MillraceError) -> None:
         """End a request with an error; its front learns it at once."""
@@ -391,7 +388,7 @@ class LiveTable:
             request = self._requests.get(entry.request_id)
             if request is not None:
                 request.core.on_acked(entry.epoch, entry.delivered_counts)
-                request.wake.set()
+                request.tell()
 
     def on_worker_lost(self, instance: str) -> None:
         """The worker is given up: its requests run elsewhere or fail."""

@@ -8,7 +8,7 @@ answer compares travels in its usage event. Wraps the Generator; the primary's a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import structlog
 from millrace.common.v1 import common_pb2
@@ -18,7 +18,7 @@ from services.common.errors import Cancelled, MillraceError
 from services.common.routes import RouteTable, Target
 from services.gateway.admission import AdmissionGenerator
 from services.gateway.answering import ending_of
-from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest
+from services.gateway.generation import Generation, ServedModel, TokenEvent, ValidRequest, token_events
 from services.gateway.mirror_report import Kept, compare
 from services.gateway.model_directory import WorkerDirectory
 from services.gateway.tasks import Tasks
@@ -83,7 +83,7 @@ class MirroringGenerator:
         kept, reason = Kept(), common_pb2.FINISH_REASON_LENGTH
         ending = ending_of(Cancelled("The mirrored request was cut."))
         try:
-            async for event in shadow.events():
+            async for event in token_events(shadow):
                 kept.take(event)
                 shadow.mark_delivered(0, kept.token_count)
                 reason = event.finish_reason if event.finish_reason is not None else reason
@@ -132,11 +132,21 @@ class _Watched:
         """None of these is mirrored."""
         return self._inner.embedding
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
-        """Those of the generation."""
-        async for event in self._inner.events():
+    @property
+    def done(self) -> bool:
+        """As the generation."""
+        return self._inner.done
+
+    def pull(self) -> TokenEvent | None:
+        """As the generation."""
+        event = self._inner.pull()
+        if event is not None:
             self.kept.take(event)
-            yield event
+        return event
+
+    async def more(self, on_more: Callable[[], bool] | None = None) -> None:
+        """As the generation."""
+        await self._inner.more(on_more)
 
     def stop_choice(self, choice: int, token_count: int) -> None:
         """As the generation."""

@@ -182,6 +182,9 @@ class _KeepingSink:
             await self._keep()
         await self._sink.write(frames, on_delivered, more=more)
 
+    def write_now(self, frames: Sequence[bytes], on_delivered: Callable[[], None]) -> bool:
+        return self._sink.write_now(frames, on_delivered)
+
     async def ping(self) -> None:
         await self._sink.ping()
 

@@ -177,7 +177,7 @@ class StoreEffects:
         finally:
             request.renewing = False
         request.core.on_budget(granted)
-        request.wake.set()
+        request.tell()
         self._table.ask_budget(request)
 
 

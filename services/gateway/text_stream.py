@@ -8,9 +8,9 @@ reasoning before it; tool calls are read from what they leave.
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import hashlib
+from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from millrace.common.v1 import common_pb2
@@ -271,55 +271,82 @@ class ToolText:
         )
 
 
-async def text_deltas(generation: Generation) -> AsyncGenerator[TextDelta, None]:
-    """Deltas of all choices until each has finished; a stop string ends its choice in the worker too.
+class TextStream:
+    """The deltas of all choices of one generation; a stop string ends its choice in the worker too."""
 
-    Raises what `Generation.events` raises.
-    """
-    deltas = _choice_deltas(generation)
-    if generation.request.sampling.HasField("prompt_logprob_count"):
-        deltas = _with_prompt_logprobs(deltas)
-    async with contextlib.aclosing(deltas):
-        async for delta in deltas:
-            yield delta
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._left = generation.request.sampling.choice_count
+        self._texts: list[ChoiceText | ToolText] = []
+        self._prompt = _PromptLogprobs() if generation.request.sampling.HasField("prompt_logprob_count") else None
 
+    @property
+    def over(self) -> bool:
+        """Every choice has finished, and all deltas were taken."""
+        return (self._left == 0 or self._generation.done) and (self._prompt is None or not self._prompt.ready)
 
-async def _with_prompt_logprobs(deltas: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[TextDelta, None]:
-    """Gives the prompt's logprobs, which come with choice 0, to every choice; other choices wait for them."""
-    early: list[TextDelta] = []
-    prompt: tuple[common_pb2.PositionLogprobs, ...] | None = None
-    opened: set[int] = set()
-    async with contextlib.aclosing(deltas):
-        async for delta in deltas:
-            if prompt is None and delta.choice != 0:
-                early.append(delta)
-                continue
-            prompt = delta.prompt_logprobs if prompt is None else prompt
-            for ready in (delta, *early):
-                first = ready.choice not in opened
-                opened.add(ready.choice)
-                yield dataclasses.replace(ready, prompt_logprobs=prompt if first else ())
-            early.clear()
+    def take(self) -> TextDelta | None:
+        """The next delta that is there; None for nothing yet, or no more. Raises what `Generation.pull` raises."""
+        if self._prompt is not None and self._prompt.ready:
+            return self._prompt.ready.popleft()
+        while self._left:
+            event = self._generation.pull()
+            if event is None:
+                return None
+            delta = self._feed(event)
+            if delta is not None and self._prompt is not None:
+                self._prompt.add(delta)
+                return self.take()
+            if delta is not None:
+                return delta
+        return None
 
-
-async def _choice_deltas(generation: Generation) -> AsyncGenerator[TextDelta, None]:
-    left = generation.request.sampling.choice_count
-    texts: list[ChoiceText | ToolText] = []
-    async for event in generation.events():
-        if not texts:
+    def _feed(self, event: TokenEvent) -> TextDelta | None:
+        if not self._texts:
             # Only now it is certain whose tokens these are.
-            texts = [_choice_text(generation.request_id, generation.request, choice) for choice in range(left)]
-        text = texts[event.choice]
+            request_id, request = self._generation.request_id, self._generation.request
+            self._texts = [_choice_text(request_id, request, choice) for choice in range(self._left)]
+        text = self._texts[event.choice]
         was_finished = text.finished
         delta = text.feed(event)
         if text.finished and not was_finished:
-            left -= 1
+            self._left -= 1
             if event.finish_reason is None and delta is not None:
-                generation.stop_choice(event.choice, delta.delivered)
+                self._generation.stop_choice(event.choice, delta.delivered)
+        return delta
+
+
+class _PromptLogprobs:
+    """Gives the prompt's logprobs, which come with choice 0, to every choice; other choices wait for them."""
+
+    def __init__(self) -> None:
+        self.ready: deque[TextDelta] = deque()
+        self._early: list[TextDelta] = []
+        self._prompt: tuple[common_pb2.PositionLogprobs, ...] | None = None
+        self._opened: set[int] = set()
+
+    def add(self, delta: TextDelta) -> None:
+        """One more delta; what is ready to go out is in `ready`."""
+        if self._prompt is None and delta.choice != 0:
+            self._early.append(delta)
+            return
+        self._prompt = delta.prompt_logprobs if self._prompt is None else self._prompt
+        for ready in (delta, *self._early):
+            first = ready.choice not in self._opened
+            self._opened.add(ready.choice)
+            self.ready.append(dataclasses.replace(ready, prompt_logprobs=self._prompt if first else ()))
+        self._early.clear()
+
+
+async def text_deltas(generation: Generation) -> AsyncGenerator[TextDelta, None]:
+    """All deltas until every choice has finished. Raises what `Generation.pull` raises."""
+    stream = TextStream(generation)
+    while not stream.over:
+        delta = stream.take()
         if delta is not None:
             yield delta
-        if left == 0:
-            return
+        elif not stream.over:
+            await generation.more()
 
 
 def _choice_text(request_id: str, request: ValidRequest, choice: int) -> ChoiceText | ToolText:

@@ -10,7 +10,8 @@ import dataclasses
 import hashlib
 import json
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +168,33 @@ class ScriptedGeneration:
         self.stopped: dict[int, int] = {}
         self.endings: list[Ending] = []
         self.reading = asyncio.Event()
-        self._steps = steps
+        self._steps = deque(steps)
 
-    async def events(self) -> AsyncIterator[TokenEvent]:
-        for step in self._steps:
+    @property
+    def done(self) -> bool:
+        return not self._steps
+
+    def pull(self) -> TokenEvent | None:
+        while self._steps:
+            step = self._steps[0]
+            if isinstance(step, Exception):
+                raise step
             if isinstance(step, asyncio.Event):
                 self.reading.set()
-                await step.wait()
-            elif isinstance(step, Exception):
-                raise step
-            elif step.choice not in self.stopped:
-                yield step
+                if not step.is_set():
+                    return None
+            self._steps.popleft()
+            if isinstance(step, TokenEvent) and step.choice not in self.stopped:
+                return step
+        return None
+
+    async def more(self, on_more: Callable[[], bool] | None = None) -> None:
+        news = True
+        while news:
+            step = self._steps[0]
+            assert isinstance(step, asyncio.Event), "waits for what is there"
+            await step.wait()
+            news = on_more is not None and on_more()
 
     def stop_choice(self, choice: int, token_count: int) -> None:
         assert choice not in self.stopped

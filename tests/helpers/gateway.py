@@ -25,7 +25,7 @@ from services.common.grpc_client import open_channel
 from services.common.lifecycle import end_tasks
 from services.gateway.back import Back, build_parts
 from services.gateway.config import GatewayConfig
-from services.gateway.generation import Generation, TokenEvent, ValidRequest
+from services.gateway.generation import Generation, TokenEvent, ValidRequest, token_events
 from tests.helpers.redis import usage_events
 from tests.helpers.waiting import WAIT_S, until
 
@@ -164,7 +164,7 @@ async def read_all(generation: Generation, answer: Answer | None = None, *, fini
     """Read to the end as a front does, delivering all, then finish."""
     answer = answer if answer is not None else Answer()
     try:
-        async for event in generation.events():
+        async for event in token_events(generation):
             answer.take(event)
             generation.mark_delivered(event.choice, len(answer.tokens[event.choice]))
     except MillraceError as error:

@@ -29,7 +29,7 @@ from services.common.errors import (
     NoWorker,
     StoreUnavailable,
 )
-from services.gateway.generation import Generation
+from services.gateway.generation import Generation, token_events
 from services.worker.engine.fake_model_runner import echo_embedding
 from services.worker.model_source import load_model
 from services.worker.wiring import WorkerApp, build
@@ -81,7 +81,7 @@ def limited(**limits: int) -> KeyRecord:
 async def read_some(generation: Generation, count: int) -> Answer:
     """Deliver at least `count` tokens of choice 0, as a front does that then stops reading."""
     answer = Answer()
-    async for event in generation.events():
+    async for event in token_events(generation):
         answer.take(event)
         generation.mark_delivered(event.choice, len(answer.tokens[event.choice]))
         if len(answer.tokens[event.choice]) >= count:
@@ -208,7 +208,7 @@ async def test_a_queued_request_that_is_cut_leaves_the_queue_and_is_free(
 async def test_a_stopped_choice_ends_alone(rig: GatewayRig, worker: WorkerApp) -> None:
     generation = await rig.back.generator.start(KEY, rig.request(max_tokens=300, choices=2))
     answer = Answer()
-    async for event in generation.events():
+    async for event in token_events(generation):
         answer.take(event)
         if event.choice == 0 and not answer.finishes and len(answer.tokens[0]) >= 3:
             generation.mark_delivered(0, 2)
@@ -250,7 +250,7 @@ async def test_a_request_is_cancelled_by_id_from_this_gateway_and_from_another(
             assert await canceller.cancel(KEY, generation.request_id)
 
             with pytest.raises(Cancelled):
-                async for _ in generation.events():
+                async for _ in token_events(generation):
                     pass
             await generation.finish(common_pb2.TERMINAL_STATE_CANCELLED, common_pb2.FINISH_REASON_CANCELLED)
             await rig.published()

@@ -18,7 +18,7 @@ from services.common.admission_types import SHADOW_TENANT
 from services.common.lifecycle import new_ulid
 from services.common.route_store import RouteStore
 from services.common.routes import Route, RouteTable, Shadow, WeightedTarget
-from services.gateway.generation import ValidRequest
+from services.gateway.generation import ValidRequest, token_events
 from services.gateway.mirror import MAX_MIRRORED
 from services.worker.engine.fake_model_runner import FakeScript
 from services.worker.wiring import WorkerApp, build
@@ -118,7 +118,7 @@ async def test_an_answer_that_its_front_stops_is_compared_as_far_as_it_came(
     async with mirroring(redis_client, redis_server.url, tmp_path, FakeScript(weights=b"good")) as rig:
         generation = await rig.back.mirror.start(KEY, greedy(rig, max_tokens=400))
         received = 0
-        async for event in generation.events():
+        async for event in token_events(generation):
             received += len(event.token_ids)
             if received >= 5:
                 generation.stop_choice(0, 5)

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common import http_server
 from services.common.http_server import HttpServer, listen
 from services.common.lifecycle import StartupError
-from services.gateway.answer_sink import while_open
+from services.gateway.answer_sink import ClientSink, open_now, while_open
 from services.gateway.answering import until_disconnect
 from tests.helpers.waiting import WAIT_S
 
@@ -152,6 +152,49 @@ async def test_an_answer_waits_for_its_reader_at_sixteen_kibibytes() -> None:
 
     assert written < 100_000
     client.close()
+    await server.stop()
+
+
+async def test_what_is_written_at_once_is_refused_by_a_full_transport_and_by_one_whose_client_left() -> None:
+    answers: list[bool] = []
+    delivered: list[int] = []
+    full, left = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        sink = ClientSink(while_open(scope, send), open_now(scope))
+        await sink.start(200, [])
+
+        def write() -> bool:
+            return sink.write_now([b"x" * 4_096], lambda: delivered.append(1))
+
+        while write():
+            await asyncio.sleep(0)
+        full.set()
+        # As `write` waits for it: the client reads on.
+        await sink.write([b"y" * 4_096])
+        answers.append(write())
+        while not scope["state"]["transport"].is_closing():
+            await asyncio.sleep(0)
+        answers.append(write())
+        left.set()
+
+    opened = listen("127.0.0.1:0")
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8_192)
+    server = HttpServer(app, opened)
+    server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=4_096)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(WAIT_S):
+        await full.wait()
+        written = len(delivered)
+        body = b""
+        while body.count(b"x") + body.count(b"y") < 4_096 * (written + 2):
+            body += await reader.read(65_536)
+        writer.close()
+        await left.wait()
+
+    assert answers == [True, False]
+    assert len(delivered) == written + 1
     await server.stop()
 
 

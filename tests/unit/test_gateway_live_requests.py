@@ -14,11 +14,12 @@ from opentelemetry import trace
 from services.common.admission_types import KeyRecord, Pool, QuotaLimits
 from services.common.errors import DeadlineExceeded, Draining, GatewayLost, Internal
 from services.common.metrics import Metrics
-from services.gateway.generation import RequestLimits, ServedModel, ValidRequest
-from services.gateway.live_requests import LiveRequest, LiveTable, RequestFacts
+from services.gateway.generation import RequestLimits, ServedModel, ValidRequest, token_events
+from services.gateway.live_requests import LiveRequest, LiveTable
 from services.gateway.metering import ClientLabels
 from services.gateway.outbox import OutboxRecord
 from services.gateway.request_actions import Own, Readmit, Rechoose
+from services.gateway.request_facts import RequestFacts
 from services.gateway.request_metrics import RequestMeter
 from services.gateway.requests import RequestCore
 from services.gateway.targets import parse_targets
@@ -130,7 +131,7 @@ def readmissions(rig: Rig, kind: str, cause: str) -> float:
 
 async def read(live: LiveRequest) -> list[int]:
     ids: list[int] = []
-    async for event in live.events():
+    async for event in token_events(live):
         ids += event.token_ids
         live.mark_delivered(event.choice, len(ids))
     return ids
@@ -209,7 +210,7 @@ async def test_the_deadline_ends_the_stream_after_what_had_come(rig: Rig) -> Non
     got: list[int] = []
 
     async def reader() -> None:
-        async for event in live.events():
+        async for event in token_events(live):
             got.extend(event.token_ids)
 
     reading = asyncio.create_task(reader())
@@ -320,7 +321,7 @@ async def test_an_ended_request_is_the_workers_to_settle_until_its_end_is_record
 async def test_eight_delivered_tokens_are_told_at_once_and_once(rig: Rig) -> None:
     live = rig.add("r")
     rig.frame("r", 0, *range(16))
-    reading = aiter(live.events())
+    reading = aiter(token_events(live))
     await anext(reading)
 
     live.mark_delivered(0, 7)
@@ -335,6 +336,28 @@ async def test_eight_delivered_tokens_are_told_at_once_and_once(rig: Rig) -> Non
     assert len(rig.effects.acknowledged) == 1
     live.mark_delivered(0, 16)
     assert len(rig.effects.acknowledged) == 2
+
+
+async def test_who_waits_may_take_tokens_where_their_frame_is_read(rig: Rig) -> None:
+    live = rig.add("r")
+    got: list[int] = []
+
+    def take() -> bool:
+        while (event := live.pull()) is not None:
+            got.extend(event.token_ids)
+        return not live.done
+
+    waiting = asyncio.create_task(live.more(take))
+    await asyncio.sleep(0)
+    rig.frame("r", 0, 1, 2)
+    rig.frame("r", 2, 3)
+
+    assert got == [1, 2, 3]
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    rig.frame("r", 3, 4, finish=True)
+    await waiting
+    assert got == [1, 2, 3, 4]
 
 
 async def test_times_and_ends_are_counted_under_the_version_that_ran(rig: Rig) -> None:
@@ -367,7 +390,7 @@ async def test_a_lost_worker_sends_its_requests_elsewhere(rig: Rig) -> None:
 async def test_a_worker_that_goes_on_with_an_answer_is_told_at_once_what_was_delivered(rig: Rig) -> None:
     live = rig.add("r")
     rig.frame("r", 0, 1, 2)
-    event = await anext(live.events())
+    event = await anext(token_events(live))
     live.mark_delivered(0, len(event.token_ids))
     rig.table.on_worker_lost("worker-a")
     told = list(rig.effects.acknowledged)
@@ -411,7 +434,7 @@ async def test_the_event_says_how_long_the_client_waited_and_whether_that_met_th
     good, slow, left = rig.add("good"), rig.add("slow"), rig.add("left")
     for live in (good, slow, left):
         rig.frame(live.request_id, 0, 1, 2, 3)
-        assert await anext(live.events())
+        assert await anext(token_events(live))
     rig.clock.jump(0.25)
     for live in (good, slow, left):
         live.mark_delivered(0, 1)
