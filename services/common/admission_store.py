@@ -304,7 +304,7 @@ class AdmissionStore:
     async def list_pools(self) -> list[Pool]:
         """Every pool ever registered."""
         with store_errors():
-            return [Pool.from_tag(tag.decode()) for tag in sorted(await self._redis.smembers(_WORKERS[2]))]
+            return [Pool.from_tag(tag.decode()) for tag in sorted(await self._command("SMEMBERS", _WORKERS[2]))]
 
     async def renew_gateway(self, gateway_instance: str, address: str) -> None:
         """Write or renew a gateway's lease (10 s)."""
@@ -323,7 +323,7 @@ class AdmissionStore:
     async def lookup_key(self, digest: bytes) -> KeyRecord | None:
         """The key with this SHA-256. Raises StoreUnavailable while the hot copy lacks its `complete` marker."""
         with store_errors():
-            complete, value = await self._redis.hmget(_KEYS, ("complete", digest.hex()))
+            complete, value = await self._command("HMGET", _KEYS, "complete", digest.hex())
         if complete is None:
             raise StoreUnavailable("The table of keys is being rebuilt.", retry_after_s=1.0)
         return None if value is None else load_key(value)

@@ -33,12 +33,12 @@ class RouteStore:
 
     def __init__(self, redis: aioredis.Redis) -> None:
         self._redis: Any = redis
-        self._run = ScriptRunner(redis).run
+        scripts = ScriptRunner(redis)
+        self._run, self._command = scripts.run, scripts.command
 
     async def document(self) -> bytes | None:
         """The table that stands, as JSON; None when there is none, which is what a lost Redis looks like too."""
-        with store_errors():
-            document: bytes | None = await self._redis.hget(_TABLE, "document")
+        document: bytes | None = await self._command("HGET", _TABLE, "document")
         return document
 
     async def read(self) -> RouteTable | None:

@@ -6,6 +6,7 @@ always a plain sum and history stays. `rating_head` is locked first: two service
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import dataclasses
 import functools
@@ -31,6 +32,8 @@ from services.usage.store import Store
 
 RATE_ROWS = 1_000
 RATE_EVERY_S = 1.0
+# Rows and prices that nobody told of are another usage service's, which looks for itself.
+LOOK_EVERY_S = 10.0
 MAX_MICROS_PER_MILLION = 10**15
 CURRENCY = re.compile(r"[A-Z]{3}")
 CLASSES = ("", "interactive", "batch")
@@ -61,16 +64,24 @@ class Rater:
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
+        self._told = asyncio.Event()
+
+    def tell(self) -> None:
+        """There are new rows or prices."""
+        self._told.set()
 
     async def run(self) -> None:
-        """For ever: rate what is new in the ledger."""
+        """For ever: rate what is new in the ledger, at most each second."""
         while True:
+            self._told.clear()
             try:
                 while await self.rate_next() == RATE_ROWS:
                     pass
             except StoreUnavailable as error:
                 structlog.get_logger().warning("rating_waits", error=error.message)
+                self._told.set()
             await self._clock.sleep(RATE_EVERY_S)
+            await self._clock.wait(self._told, LOOK_EVERY_S - RATE_EVERY_S)
 
     async def rate_next(self) -> int:
         """Rate the next rows that were never looked at, at most RATE_ROWS; returns their number."""
@@ -103,7 +114,9 @@ class Rater:
                 added.append(dataclasses.replace(price, price_id=done.scalar_one()))
             return added
 
-        return await self._store.write(work)
+        set_now = await self._store.write(work)
+        self.tell()
+        return set_now
 
     async def list_prices(self) -> list[Price]:
         """Every price ever set, by model and start."""

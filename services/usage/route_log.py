@@ -37,6 +37,8 @@ class RouteLog:
         self._store = store
         self.routes = routes
         self._clock = clock
+        # The newest revision that is known to be recorded.
+        self._recorded: int | None = None
 
     async def table(self) -> RouteTable:
         """The table that stands, an empty one where nobody wrote any; while Redis is away, the last that was recorded.
@@ -79,11 +81,13 @@ class RouteLog:
 
     async def copy(self) -> None:
         """Record revisions that have no record yet. Raises StoreUnavailable."""
-        last = await self._store.read(_last)
-        after = 0 if last is None else int(last.subject)
-        revisions = await self.routes.history(after=after)
+        if self._recorded is None:
+            last = await self._store.read(_last)
+            self._recorded = 0 if last is None else int(last.subject)
+        revisions = await self.routes.history(after=self._recorded)
         if revisions:
             await self._store.write(functools.partial(_record, revisions=revisions))
+            self._recorded = revisions[-1].table.revision
 
     async def _put_back(self) -> None:
         """Write the last recorded revision where Redis lost it: all of it, or only what was last written."""

@@ -78,8 +78,15 @@ class UsageApp:
         gate, self._workers = ReleaseGate(parse_keys(config.release_keys)), AdmissionStore(self._redis).list_workers
         self.route_service = RouteService(self.route_log, self.admins, gate, clock, self._workers)
         self._http: HttpServer | None = None
-        self.consumer = Consumer(self._redis, store, clock=clock, metrics=self.metrics, batch_size=config.batch_size)
         self.rater = Rater(store, clock)
+        self.consumer = Consumer(
+            self._redis,
+            store,
+            clock=clock,
+            metrics=self.metrics,
+            batch_size=config.batch_size,
+            on_rows=self.rater.tell,
+        )
         self.days = Days(store, signer, clock)
         self.canaries = CanaryController(self._redis, RouteStore(self._redis), clock)
         self.usage_service = UsageService(store, self.admins, signer, self.days)

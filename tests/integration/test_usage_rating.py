@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from datetime import timedelta
 
@@ -15,7 +16,9 @@ from services.usage.prices import Amounts, Price
 from services.usage.queries import Selection, query_usage
 from services.usage.rating import RATE_ROWS, Rater
 from services.usage.store import Store
+from tests.helpers.fake_clock import FakeClock
 from tests.helpers.usage import START, insert, make_entry, migrate
+from tests.helpers.waiting import until
 
 
 @pytest.fixture
@@ -54,6 +57,21 @@ async def test_each_row_is_rated_once_however_often_the_rater_runs(store: Store,
 
     assert len(rating_rows(store)) == RATE_ROWS + 2
     assert costs(store) == {"USD": Amounts((RATE_ROWS + 2) * 5, 0, 0, 0)}
+
+
+async def test_rows_that_are_told_of_are_rated_within_a_second(store: Store) -> None:
+    clock = FakeClock()
+    rater = Rater(store, clock)
+    await rater.set_prices([price("prompt", 5)])
+    running = asyncio.create_task(rater.run())
+    await until(lambda: clock.sleeper_count == 1)
+
+    insert(store, [make_entry("r1", prompt=1_000_000)])
+    rater.tell()
+    await clock.advance(1.0)
+    await until(lambda: len(rating_rows(store)) == 1)
+
+    running.cancel()
 
 
 async def test_without_prices_nothing_is_rated_and_the_rows_wait(store: Store, rater: Rater) -> None:
