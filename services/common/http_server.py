@@ -31,8 +31,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        # A writer may ask whether the client is still there, for writes to a closing transport are dropped in silence,
-        # and whether a write would wait.
+        # A writer may ask whether a write would wait, or be dropped in silence by a transport that closes.
         self.scope["state"]["transport"] = self.transport
         self.scope["state"]["flow"] = self.flow
 

@@ -33,12 +33,11 @@ class RouteStore:
 
     def __init__(self, redis: aioredis.Redis) -> None:
         self._redis: Any = redis
-        scripts = ScriptRunner(redis)
-        self._run, self._command = scripts.run, scripts.command
+        self._scripts = ScriptRunner(redis)
 
     async def document(self) -> bytes | None:
         """The table that stands, as JSON; None when there is none, which is what a lost Redis looks like too."""
-        document: bytes | None = await self._command("HGET", _TABLE, "document")
+        document: bytes | None = await self._scripts.command("HGET", _TABLE, "document")
         return document
 
     async def read(self) -> RouteTable | None:
@@ -81,7 +80,7 @@ class RouteStore:
         return _revision(entries[0][1]) if entries else None
 
     async def _write(self, expected: int | None, table: RouteTable, who: str, why: str) -> tuple[int, int]:
-        stands, wrote = await self._run(
+        stands, wrote = await self._scripts.run(
             "routes", [_TABLE, _HISTORY], expected, table.revision, to_json(table), who, why
         )
         return int(stands), int(wrote)
