@@ -145,7 +145,7 @@ class RequestCore:
             if self.binding is None and event.epoch >= self._floor:
                 self.binding = offered
             return [SendCancel(instance, event.epoch, keep=offered == self.binding or offered in self._left)]
-        actions = self._bind(offered)
+        actions = self._bind(offered, now)
         if self.binding != offered:
             return actions
         self.heard_at = now
@@ -251,16 +251,19 @@ class RequestCore:
             self.budget_exhausted = granted == 0
 
     # --- inside --------------------------------------------------------------------------------------------------
-    def _bind(self, offered: Binding) -> list[Action]:
+    def _bind(self, offered: Binding, now: float) -> list[Action]:
         bound, instance, epoch = self.binding, offered.instance, offered.epoch
         if offered == bound:
             return []
         if epoch < self._floor or (bound is not None and epoch <= bound.epoch):
             return [SendCancel(instance, epoch, keep=offered in self._left)]
         if bound is not None:
-            # Once a token of this attempt was handed on, only the gateway raises the epoch.
-            if any(choice.handed_since_base for choice in self.choices):
-                return [SendCancel(instance, epoch)]
+            if any(choice.handed_since_base for choice in self.choices):  # Now only the gateway raises the epoch.
+                gone: list[Action] = []
+                if instance == bound.instance:  # It has one epoch of a request at a time: the bound one is gone.
+                    self._floor = epoch + 1
+                    gone = self._run_elsewhere(WorkerLost("The worker was given the request anew."), now)
+                return [SendCancel(instance, epoch), *gone]
             for choice in self.choices:
                 choice.restart()
         self.binding = offered

@@ -6,7 +6,7 @@ import pytest
 from millrace.common.v1 import common_pb2
 from millrace.worker.v1 import worker_service_pb2 as pb
 
-from services.common.admission_types import RequestPhase, RequestRecord
+from services.common.admission_types import RequestPhase, RequestRecord, first_epoch
 from services.common.errors import (
     DeadlineExceeded,
     EngineError,
@@ -106,6 +106,23 @@ def test_after_the_first_token_only_the_gateway_raises_the_epoch() -> None:
 
     assert actions == [SendCancel(B, 512)]
     assert core.binding == Binding(257, A)
+
+
+def test_a_worker_that_was_given_the_request_anew_lost_what_was_bound_there() -> None:
+    core = make_core()
+    core.on_event(A, delta(257, 0, 1, 2), 1.0)
+    assert drain(core) == [1, 2]
+
+    actions = core.on_event(A, accepted(513), 2.0)
+
+    assert actions == [
+        SendCancel(A, 513),
+        SendCancel(A, 257, keep=True),
+        Readmit(2, ((0, (1, 2)),), cause="WORKER_LOST"),
+    ]
+    assert core.on_event(A, delta(513, 0, 8), 2.0) == [SendCancel(A, 513)], "what is on its way of it is not taken"
+    core.on_event(A, delta(first_epoch(2) + 257, 2, 3), 3.0)
+    assert drain(core) == [3], "the answer goes on where it was"
 
 
 def test_duplicates_are_skipped_by_index() -> None:
