@@ -34,7 +34,7 @@ class Redirect:
         withdrawn = own in routes.withdrawn
         if not withdrawn and (entry.prefix or now - held.since <= PATIENCE_S):
             return False
-        if not withdrawn and not entry.prefix and roster.load(held.needs).count:
+        if not withdrawn and roster.load(held.needs).count:
             return False
         served = {
             Target(e.view.model.model, e.view.model.version): e.view
